@@ -12,14 +12,17 @@ import pytest
 from mmd_api.tenants import new_key
 from mmd_workers.gateway import hold as hold_module
 from mmd_workers.gateway import service
+from mmd_workers.gateway.answer_part import AnswerPart
 from mmd_workers.gateway.answers import AnswerShare, AnswerSize, answer_budget
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.chat import ChoiceStream, CompleteChoice, usage_of, with_logprobs
-from mmd_workers.gateway.chat_response import ChatCompletion, ChunkChoice, Delta
+from mmd_workers.gateway.chat import ChoiceStream
+from mmd_workers.gateway.chat_response import ChatCompletion
+from mmd_workers.gateway.chat_shape import CompleteChoice, chunk_choice, with_logprobs
 from mmd_workers.gateway.lifecycle import ServedSequence
 from mmd_workers.gateway.requests import RequestState, SequenceSpec
 from mmd_workers.gateway.router import RouteRequest
 from mmd_workers.gateway.timeline import Timeline
+from mmd_workers.gateway.usage import usage_of
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.wire.codec import pack, unpack
@@ -217,7 +220,7 @@ def make_answer(frontend: HfFrontend, kind: str, top: int, num_tokens: int) -> N
     sequence = ServedSequence(spec, RouteRequest("r", 1, num_tokens), Timeline("r", 0.0), asyncio.Event())
     sequence.state.place("gateway-0", "decode-0", [])
     stream = ChoiceStream(0, sequence, frontend, [], logprobs=True, token_ids=True)
-    whole = CompleteChoice(stream, logprobs=True)
+    whole = CompleteChoice(0, logprobs=True)
     ids = list(range(300, 1000))
 
     def arrive(index: int) -> None:
@@ -237,7 +240,7 @@ def make_answer(frontend: HfFrontend, kind: str, top: int, num_tokens: int) -> N
     else:
         part = stream.advance()
         assert part is not None
-        part.model_dump_json()
+        chunk_choice(part, token_ids=True).model_dump_json()
         assert sequence.state.pending_tokens
 
 
@@ -270,22 +273,11 @@ def test_every_token_is_taken_once_however_many_are_taken_at_once() -> None:
     assert [t.finish_reason for t in taken] == [None] * 9 + ["length"]
 
 
-def test_a_text_that_looks_like_log_probabilities_stays_text(frontend: HfFrontend) -> None:
+def test_a_text_that_looks_like_log_probabilities_stays_text() -> None:
     text = '"logprobs":{"content":["choices"]}'
-    wholes = []
-    for index in range(2):
-        sequence = ServedSequence(
-            SequenceSpec(f"r.{index}", [1], [], Sampling(max_tokens=1), 0.0, 2.0**40),
-            RouteRequest("r", 1, 1),
-            Timeline("r", 0.0),
-            asyncio.Event(),
-        )
-        wholes.append(
-            CompleteChoice(
-                ChoiceStream(index, sequence, frontend, [], logprobs=True, token_ids=False), logprobs=True
-            )
-        )
-        wholes[-1].add(ChunkChoice(index=index, delta=Delta(content=text)))
+    wholes = [CompleteChoice(index, logprobs=True) for index in range(2)]
+    for index, whole in enumerate(wholes):
+        whole.add(AnswerPart(index, [text]))
     wholes[1].entries = [b'{"token":"x"}', b",", b'{"token":"y"}']
     completion = ChatCompletion(
         id="c",

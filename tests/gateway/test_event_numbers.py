@@ -15,11 +15,11 @@ from mmd_api.contract.errors import MmdError
 from mmd_workers.gateway import retained
 from mmd_workers.gateway.answer_claims import AnswerClaims
 from mmd_workers.gateway.api_errors import api_error
+from mmd_workers.gateway.block_shape import named_event
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.repeats import KeyedRequest, Repeats
 from mmd_workers.gateway.responses_shape import ResponsesErrors
 from mmd_workers.gateway.retained import RequestName, RetainedAnswer, RetainedAnswers
-from mmd_workers.gateway.shapes import named_event
 from mmd_workers.gateway.timeline import Timeline
 
 FIRST_ID = "resp_" + "a" * 32

@@ -10,7 +10,7 @@ import pytest
 from mmd_api.contract.errors import UnsupportedInputError
 from mmd_api.spec.media import AudioPolicy, MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.gateway.chat import usage_of
+from mmd_workers.gateway.usage import usage_of
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from tests.support import model_zoo as zoo
 

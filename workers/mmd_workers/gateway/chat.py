@@ -1,48 +1,22 @@
-"""From tokens to what the client sees: text, stop strings, log probabilities, usage, chunks. Independent of HTTP and workers."""
+"""From tokens to the parts of an answer: text, stop strings, reasoning, calls, log probabilities. Independent of HTTP and workers."""
 
 from __future__ import annotations
 
 import functools
-import io
-import math
-from array import array
 from collections.abc import Collection, Sequence
 
 from mmd_api.contract.errors import MmdError
-from mmd_workers.gateway.call_parser import CallParser, CallPart
-from mmd_workers.gateway.chat_response import (
-    AnsweredCall,
-    AnsweredFunction,
-    ApiFinishReason,
-    AssistantMessage,
-    Choice,
-    ChoiceLogprobs,
-    ChunkChoice,
-    CompletionTokensDetails,
-    Delta,
-    FunctionDelta,
-    Piece,
-    PromptTokensDetails,
-    TokenLogprobs,
-    ToolCallDelta,
-    TopLogprob,
-    Usage,
-)
-from mmd_workers.gateway.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopScanner
+from mmd_workers.gateway.answer_part import AnswerPart, Candidate, FinishReason, Piece, ScoredToken
+from mmd_workers.gateway.call_parser import CallParser
+from mmd_workers.gateway.detokenizer import IncrementalDetokenizer, StopScanner
 from mmd_workers.gateway.lifecycle import ServedSequence
-from mmd_workers.gateway.omissions import omissions_of
 from mmd_workers.gateway.reasoning_parser import ReasoningParser, ReasoningPart, RunKind
 from mmd_workers.gateway.requests import Taken
 from mmd_workers.model.interfaces import Frontend
-from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.wire.messages import PromptLogprob, TokenLogprob
 
-TOKENS_AT_ONCE = (
-    16  # of a chunk: where a client reads slowly many wait, and with log probabilities each takes 15 KB
-)
-
-NO_LOGPROB = math.nan
-"""Of the first token of a prompt."""
+TOKENS_AT_ONCE = 16
+"""The most tokens of a part: where a client reads slowly many wait, and with log probabilities each may take 15 KB."""
 
 
 class ChoiceStream:
@@ -67,7 +41,7 @@ class ChoiceStream:
         """
         self.index = index
         self.sequence = sequence
-        self.finish_reason: ApiFinishReason | None = None
+        self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
         self._frontend = frontend
         self._parser = parser
@@ -83,8 +57,8 @@ class ChoiceStream:
         self._token_ids = token_ids
         self._begun = False
 
-    def advance(self) -> ChunkChoice | None:
-        """A chunk of the tokens that have arrived, at most `TOKENS_AT_ONCE`; None: nothing to show.
+    def advance(self) -> AnswerPart | None:
+        """The next part, of the tokens that have arrived, at most `TOKENS_AT_ONCE`; None: nothing to show.
 
         Raises:
             MmdError: the sequence failed, after everything before the failure has been returned.
@@ -92,9 +66,9 @@ class ChoiceStream:
         if self.finish_reason is not None:
             return None
         text: list[str] = []
-        entries: list[TokenLogprobs] = []
+        scored: list[ScoredToken] = []
         token_ids: list[int] = []
-        prompt: list[TokenLogprobs] = []
+        prompt: list[ScoredToken] = []
         for item in self.sequence.state.take(TOKENS_AT_ONCE):
             self.completion_tokens += 1
             token_ids.append(item.token_id)
@@ -109,7 +83,7 @@ class ChoiceStream:
             if self.completion_tokens == 1 and self.sequence.state.spec.sampling.prompt_logprobs:
                 prompt = self._prompt(item.prompt_logprobs)
             if self._logprobs:
-                entries.append(self._entry(item))
+                scored.append(self._scored(item))
             if item.finish_reason is not None and self._scanner.matched is None:
                 rest = self._detokenizer.flush()
                 if self._reasoning is not None:
@@ -122,34 +96,23 @@ class ChoiceStream:
             if self.finish_reason is not None:
                 break
         pieces = self._parse("".join(text))
-        unseen = entries or (token_ids if self._token_ids else [])
+        unseen = scored or (token_ids if self._token_ids else [])
         if not pieces and not unseen and self.finish_reason is None:
             if self.sequence.error is not None and self.sequence.ended:
                 raise self.sequence.error
             return None
-        calls = [piece for piece in pieces if isinstance(piece, CallPart)]
-        thoughts = [piece.text for piece in pieces if isinstance(piece, ReasoningPart)]
-        content = "".join(piece for piece in pieces if isinstance(piece, str))
-        delta = Delta(content=content) if content or not (calls or thoughts) else Delta()
-        if not self._begun:
-            delta.role = "assistant"
-        if thoughts:
-            delta.reasoning_content = "".join(thoughts)
-        if calls:
-            delta.tool_calls = list(map(_call_delta, calls))
-        self._begun = True
-        chunk = ChunkChoice(
+        part = AnswerPart(
             index=self.index,
-            delta=delta,
-            logprobs=ChoiceLogprobs(content=entries) if self._logprobs else None,
+            pieces=pieces,
+            begins=not self._begun,
+            token_ids=token_ids,
+            logprobs=scored if self._logprobs else None,
+            prompt_logprobs=prompt,
             finish_reason=self.finish_reason,
             stop=self._scanner.matched,
-            pieces=pieces,
-            prompt=prompt,
         )
-        if self._token_ids:
-            chunk.token_ids = token_ids
-        return chunk
+        self._begun = True
+        return part
 
     @property
     def reasoning_tokens(self) -> int:
@@ -179,135 +142,27 @@ class ChoiceStream:
                 self.finish_reason = "tool_calls"
         return pieces
 
-    def _entry(self, item: Taken) -> TokenLogprobs:
+    def _scored(self, item: Taken) -> ScoredToken:
         if item.logprob is None:
             raise MmdError("the worker sent a token without the requested log probability")
         return self._token(item.token_id, item.logprob, item.top_logprobs)
 
-    def _prompt(self, found: Sequence[PromptLogprob]) -> list[TokenLogprobs]:
+    def _prompt(self, logprobs: Sequence[PromptLogprob]) -> list[ScoredToken]:
         """The tokens of the prompt; the first one follows nothing, so it has no probability."""
         first, *others = self.sequence.state.spec.token_ids
-        if len(found) != len(others):
+        if len(logprobs) != len(others):
             raise MmdError("the worker sent no log probabilities of the prompt, or not all")
         return [
-            self._token(first, NO_LOGPROB, []),
+            self._token(first, None, []),
             *(
-                self._token(token, one.logprob, one.top_logprobs)
-                for token, one in zip(others, found, strict=True)
+                self._token(token, scored.logprob, scored.top_logprobs)
+                for token, scored in zip(others, logprobs, strict=True)
             ),
         ]
 
-    def _token(self, token_id: int, logprob: float, likeliest: Sequence[TokenLogprob]) -> TokenLogprobs:
-        return TokenLogprobs(
-            token=(own := self._text(token_id)),
-            logprob=logprob,
-            bytes=_utf8(own),
-            top_logprobs=[
-                TopLogprob(token=(other := self._text(top.token_id)), logprob=top.logprob, bytes=_utf8(other))
-                for top in likeliest
-            ],
-        )
+    def _token(self, token_id: int, logprob: float | None, likeliest: Sequence[TokenLogprob]) -> ScoredToken:
+        candidates = [Candidate(self._text(token.token_id), token.logprob) for token in likeliest]
+        return ScoredToken(self._text(token_id), logprob, candidates)
 
     def _text(self, token_id: int) -> str:
         return self._frontend.decode([token_id])
-
-
-class CompleteChoice:
-    """One of the n answers as it is collected to be sent in one piece.
-
-    Its log probabilities are kept as the JSON that they become: as objects they take eight times as much, and to dump all of them at
-    the end would hold up every other request.
-    """
-
-    def __init__(self, stream: ChoiceStream, *, logprobs: bool) -> None:
-        self._stream = stream
-        self._logprobs = logprobs
-        self._text = io.StringIO()
-        self._thoughts = io.StringIO()
-        self._calls: list[tuple[str, str, io.StringIO]] = []  # id, name, arguments
-        self._token_ids = array("l")
-        self.entries: list[bytes] = []
-
-    def add(self, part: ChunkChoice) -> None:
-        """Take the next part of the answer."""
-        self._text.write(part.delta.content or "")
-        self._thoughts.write(part.delta.reasoning_content or "")
-        for call in part.delta.tool_calls or ():
-            if call.id is not None:
-                self._calls.append((call.id, call.function.name or "", io.StringIO()))
-            self._calls[call.index][2].write(call.function.arguments)
-        self._token_ids.extend(part.token_ids or ())
-        if part.logprobs is not None and part.logprobs.content:
-            self.entries.append(b"," if self.entries else b"")
-            self.entries.append(
-                b",".join(entry.model_dump_json().encode() for entry in part.logprobs.content)
-            )
-
-    def choice(self, *, token_ids: bool) -> Choice:
-        """The complete answer, without its `entries`."""
-        calls = [
-            AnsweredCall(id=call_id, function=AnsweredFunction(name=name, arguments=arguments.getvalue()))
-            for call_id, name, arguments in self._calls
-        ]
-        content, thoughts = self._text.getvalue(), self._thoughts.getvalue()
-        message = AssistantMessage(
-            content=content or (None if calls or thoughts else ""),
-            reasoning_content=thoughts or None,
-            tool_calls=calls or None,
-        )
-        return Choice(
-            index=self._stream.index,
-            message=message,
-            logprobs=ChoiceLogprobs(content=[]) if self._logprobs else None,
-            finish_reason=self._stream.finish_reason or "stop",
-            token_ids=self._token_ids.tolist() if token_ids else None,
-        )
-
-
-_LOGPROBS_BEGIN = b'"logprobs":{"content":['
-"""No text of an answer looks like this in JSON: the quotes in a string are escaped."""
-
-
-def with_logprobs(body: bytes, choices: Sequence[CompleteChoice]) -> list[bytes]:
-    """The pieces of a dumped completion, with the choices' entries where it has empty lists."""
-    first, *rest = body.split(_LOGPROBS_BEGIN)
-    pieces = [first]
-    for choice, after in zip(choices, rest, strict=True):
-        pieces += [_LOGPROBS_BEGIN, *choice.entries, after]
-    return pieces
-
-
-def _call_delta(part: CallPart) -> ToolCallDelta:
-    if part.id is None:
-        return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
-    function = FunctionDelta(name=part.name, arguments=part.arguments)
-    return ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
-
-
-def _utf8(token: str) -> list[int] | None:
-    """A token's bytes; None where it is part of a character and its text cannot show them."""
-    return None if REPLACEMENT in token else list(token.encode())
-
-
-def usage_of(
-    layouts: Sequence[PromptLayout], completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
-) -> Usage:
-    """Counts by modality; each prompt is counted once, whatever n."""
-    by_modality = {"image": 0, "video": 0, "audio": 0}
-    for medium in (medium for layout in layouts for medium in layout.media):
-        by_modality[medium.modality] += medium.num_tokens
-    prompt = sum(len(layout.token_ids) for layout in layouts)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=cached_tokens,
-            text_tokens=prompt - sum(by_modality.values()),
-            image_tokens=by_modality["image"],
-            video_tokens=by_modality["video"],
-            audio_tokens=by_modality["audio"],
-            **omissions_of(layouts),
-        ),
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
-    )

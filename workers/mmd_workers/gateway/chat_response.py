@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from mmd_workers.gateway.call_parser import CallPart
-from mmd_workers.gateway.reasoning_parser import ReasoningPart
-from mmd_workers.model.prompt import DegradedBy
-
-Piece = str | CallPart | ReasoningPart
-"""Of an answer: text, or a part of a call or of the reasoning."""
+from mmd_workers.gateway.answer_part import FinishReason
+from mmd_workers.gateway.usage import Usage
 
 
 class TopLogprob(BaseModel):
@@ -34,45 +29,6 @@ class ChoiceLogprobs(BaseModel):
 
     content: list[TokenLogprobs]
     refusal: None = None
-
-
-class PromptTokensDetails(BaseModel):
-    """Where prompt tokens come from; the modalities add up to `prompt_tokens`.
-
-    `truncated_audio_seconds`: sound beyond the model's window, which it did not get; `omitted_video_frames`, `omitted_pixels`: frames, and pixels of
-    images and of the other frames, that it did not get although the request's choice comes to them; `replaced_media`: of which it got a text that
-    says they could not be read; `degraded_by`: why: `context`, `load`, `failure`.
-    """
-
-    cached_tokens: int = 0
-    text_tokens: int = 0
-    image_tokens: int = 0
-    video_tokens: int = 0
-    audio_tokens: int = 0
-    truncated_audio_seconds: float = 0.0
-    omitted_video_frames: int = 0
-    omitted_pixels: int = 0
-    replaced_media: int = 0
-    degraded_by: list[DegradedBy] = []
-
-
-class CompletionTokensDetails(BaseModel):
-    """What answers consist of. `reasoning_tokens`: before their content, markers included."""
-
-    reasoning_tokens: int = 0
-
-
-class Usage(BaseModel):
-    """Token counts of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-ApiFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class AnsweredFunction(BaseModel):
@@ -106,7 +62,7 @@ class Choice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: ApiFinishReason
+    finish_reason: FinishReason
     token_ids: list[int] | None = None
 
 
@@ -148,17 +104,13 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """A choice's part of a chunk. What chat completions do not show: `stop`, the stop string that ended it, `pieces`, its reasoning, text and
-    parts of calls in their order, and `prompt`, the tokens of its prompt, of which the first has no probability."""
+    """A choice's part of a chunk."""
 
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: ApiFinishReason | None = None
+    finish_reason: FinishReason | None = None
     token_ids: list[int] | None = None
-    stop: Annotated[str | None, Field(exclude=True)] = None
-    pieces: Annotated[Sequence[Piece], Field(exclude=True)] = ()
-    prompt: Annotated[list[TokenLogprobs], Field(exclude=True)] = []
 
 
 class ChatCompletionChunk(BaseModel):

@@ -13,9 +13,10 @@ from mmd_workers.engine.blocks import root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.gateway.accounting import count_tokens
 from mmd_workers.gateway.admission import Admission, EndedAnswer
-from mmd_workers.gateway.chat import ChoiceStream, usage_of
+from mmd_workers.gateway.answer_part import AnswerPart
+from mmd_workers.gateway.answer_shape import AnswerShape
+from mmd_workers.gateway.chat import ChoiceStream
 from mmd_workers.gateway.chat_request import GenerationRequest
-from mmd_workers.gateway.chat_response import ChunkChoice, Usage
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.fallback import Fallback
 from mmd_workers.gateway.gateway import Gateway
@@ -23,8 +24,8 @@ from mmd_workers.gateway.intake import MAX_SEED, Prepared
 from mmd_workers.gateway.omissions import HEADERS, headers_of
 from mmd_workers.gateway.requests import SequenceSpec
 from mmd_workers.gateway.router import FeatureNeed, RouteRequest
-from mmd_workers.gateway.shapes import AnswerShape
 from mmd_workers.gateway.timeline import sequence_id
+from mmd_workers.gateway.usage import Usage, usage_of
 
 STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still gets its HTTP status
 KEEPALIVE_SECONDS = 10.0
@@ -170,7 +171,7 @@ class Choices:
     async def whole(self) -> None:
         """Send the answers as one JSON object, once all of them are complete."""
         exchange, shape = self._exchange, self._shape
-        wholes = [shape.collector(choice) for choice in self._streams]
+        wholes = [shape.collector(choice.index) for choice in self._streams]
         async for ready in self._progress():
             for part in ready:
                 wholes[part.index].add(part)
@@ -181,12 +182,12 @@ class Choices:
     def _head(self) -> dict[str, Any]:
         return {"id": self._exchange.request_id, "created": int(time.time()), "model": self._request.model}
 
-    async def _progress(self) -> AsyncIterator[list[ChunkChoice]]:
+    async def _progress(self) -> AsyncIterator[list[AnswerPart]]:
         """What each wake-up brought, until every choice has finished; an empty list now and then when nothing comes."""
         patience = STREAM_OPENS_AFTER_SECONDS
         while True:
             self._news.clear()
-            ready = [chunk for choice in self._streams if (chunk := choice.advance()) is not None]
+            ready = [part for choice in self._streams if (part := choice.advance()) is not None]
             for choice in self._streams:
                 if choice.finish_reason is not None:
                     await self._gateway.dispatcher.release(choice.sequence)

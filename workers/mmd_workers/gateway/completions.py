@@ -19,12 +19,14 @@ from starlette.datastructures import Headers
 
 from mmd_api.contract.errors import ClientGoneError, DeadlineError, InvalidValueError, MmdError
 from mmd_workers.gateway.accounting import count_request, end_trace
+from mmd_workers.gateway.answer_shape import AnswerShape
 from mmd_workers.gateway.answers import AnswerShare, AnswerSize
 from mmd_workers.gateway.api_errors import INTERNAL, ApiError, ErrorShape, api_error
 from mmd_workers.gateway.audit import show_timeline
 from mmd_workers.gateway.authentication import tenant_of
 from mmd_workers.gateway.body import read_json
 from mmd_workers.gateway.chat_request import ChatRequest, GenerationRequest, parse_chat_request
+from mmd_workers.gateway.chat_shape import ChatShape
 from mmd_workers.gateway.choices import Choices
 from mmd_workers.gateway.completion_request import CompletionRequest, parse_completion_request
 from mmd_workers.gateway.exchange import Exchange, ReceiveChannel, Scope, SendChannel, until_gone
@@ -33,7 +35,7 @@ from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
 from mmd_workers.gateway.omissions import headers_of
 from mmd_workers.gateway.repeats import keyed_request
-from mmd_workers.gateway.shapes import AnswerShape, ChatShape, TextShape
+from mmd_workers.gateway.text_shape import TextShape
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.gateway.translated import TranslatedRequest
 from mmd_workers.observe.logs import request_context

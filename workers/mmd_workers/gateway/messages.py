@@ -6,13 +6,13 @@ from collections.abc import Awaitable
 
 from pydantic_core import to_json
 
+from mmd_workers.gateway.answer_shape import AnswerShape
 from mmd_workers.gateway.completions import JsonEndpoint, Translations
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
 from mmd_workers.gateway.messages_request import parse_count_tokens_request, parse_messages_request
 from mmd_workers.gateway.messages_shape import MessagesErrors, MessagesShape
-from mmd_workers.gateway.shapes import AnswerShape
 from mmd_workers.gateway.translated import TranslatedRequest
 
 ID_HEADER = "request-id"

@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from mmd_workers.gateway.answer_part import Piece
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
-from mmd_workers.gateway.chat_response import Piece, Usage
+from mmd_workers.gateway.block_shape import AnswerBlock, OneAnswer, WholeAnswer, named_event
 from mmd_workers.gateway.reasoning_parser import ReasoningPart
-from mmd_workers.gateway.shapes import AnswerBlock, OneAnswer, WholeAnswer, named_event
+from mmd_workers.gateway.usage import Usage
 
 PATH = "/v1/messages"
 OVERLOADED_STATUS = 529

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from mmd_workers.gateway.answer_shape import AnswerShape
 from mmd_workers.gateway.completions import Translations
 from mmd_workers.gateway.exchange import Exchange
 from mmd_workers.gateway.hold import RequestReservation
 from mmd_workers.gateway.intake import Prepared
 from mmd_workers.gateway.responses_request import parse_responses_request
 from mmd_workers.gateway.responses_shape import ResponseFailure, ResponsesErrors, ResponsesShape
-from mmd_workers.gateway.shapes import AnswerShape
 from mmd_workers.gateway.translated import TranslatedRequest
 
 

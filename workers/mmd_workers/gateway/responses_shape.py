@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from mmd_workers.gateway.answer_part import Piece
 from mmd_workers.gateway.api_errors import ApiError, ErrorShape
-from mmd_workers.gateway.chat_response import Piece, Usage
+from mmd_workers.gateway.block_shape import OneAnswer, WholeAnswer, named_event
 from mmd_workers.gateway.reasoning_parser import ReasoningPart
 from mmd_workers.gateway.responses_request import AllowedFunctions, NamedFunctionChoice, Repeated, TextFormat
-from mmd_workers.gateway.shapes import OneAnswer, WholeAnswer, named_event
 from mmd_workers.gateway.tools import FunctionTool
+from mmd_workers.gateway.usage import Usage
 
 _ID_KINDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from mmd_workers.gateway.chat_response import ApiFinishReason, Usage
+from mmd_workers.gateway.answer_part import FinishReason
+from mmd_workers.gateway.usage import Usage
 
 
 class TextLogprobs(BaseModel):
@@ -24,7 +25,7 @@ class TextChoice(BaseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
-    finish_reason: ApiFinishReason | None = None
+    finish_reason: FinishReason | None = None
     token_ids: list[int] | None = None
 
 
