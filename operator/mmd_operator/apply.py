@@ -21,7 +21,7 @@ from mmd_operator.observed import (
     manifest_key,
     rival_of_template,
 )
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 from mmd_operator.problems import Problem, contested, not_ours, not_served, refusal, secret_incomplete
 from mmd_operator.resources.naming import (
     APPLIED_ANNOTATION,
@@ -75,7 +75,7 @@ class Applier:
         name: str,
         uid: str,
         growth: PendingGrowth,
-        pauses: Pauses = PRODUCTION,
+        pauses: Pauses,
     ) -> None:
         self._cluster, self._growth, self._pauses = cluster, growth, pauses
         self._namespace, self._name, self._uid = namespace, name, uid

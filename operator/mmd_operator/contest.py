@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 
 FREE_REPAIRS = 3
 """A change by mistake is undone at once, and so is one that was made twice."""
@@ -25,7 +25,7 @@ class _Contest:
 class Contests:
     """Repairs of objects, or of one field of them, by key. The pause between two of the same key doubles."""
 
-    def __init__(self, pauses: Pauses = PRODUCTION) -> None:
+    def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
         self._found: OrderedDict[Hashable, _Contest] = OrderedDict()
 

@@ -9,7 +9,7 @@ from mmd_operator.cluster import Cluster, RefusedError
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Body, Child
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 from mmd_operator.problems import Problem, refusal
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class PassContext:
     metrics: OperatorMetrics
     namespace: str
     name: str
-    pauses: Pauses = PRODUCTION
+    pauses: Pauses
 
     def report_contest(self, body: Body, problem: Problem) -> None:
         """Log and report that another client keeps changing something."""

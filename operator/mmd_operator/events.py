@@ -22,7 +22,7 @@ from mmd_operator.cluster import BusyError, Cluster, RefusedError
 from mmd_operator.leader import NotLeaderError
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import FIELD_MANAGER
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _Bucket:
 class EventRecorder:
     """Events of all deployments, written by one task (`run`)."""
 
-    def __init__(self, cluster: Cluster, metrics: OperatorMetrics, pauses: Pauses = PRODUCTION) -> None:
+    def __init__(self, cluster: Cluster, metrics: OperatorMetrics, pauses: Pauses) -> None:
         self._cluster, self._metrics, self._pauses = cluster, metrics, pauses
         self._events: OrderedDict[tuple[_Group, str], _Event] = OrderedDict()
         self._similar: OrderedDict[_Group, _Similar] = OrderedDict()

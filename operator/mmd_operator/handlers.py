@@ -15,7 +15,7 @@ from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, BusyError, Clus
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
 from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.reconcile import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
@@ -41,7 +41,7 @@ class Loops:
         cluster: Cluster,
         namespaces: tuple[str, ...],
         metrics: OperatorMetrics,
-        pauses: Pauses = PRODUCTION,
+        pauses: Pauses,
     ) -> None:
         self._cluster, self._metrics, self._pauses = cluster, metrics, pauses
         self._report_fetcher = ReportFetcher()

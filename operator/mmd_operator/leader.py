@@ -23,7 +23,7 @@ from kubernetes.aio.dynamic import DynamicClient
 
 from mmd_operator.cluster import UNREACHABLE, counted
 from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,7 @@ class NotLeaderError(RuntimeError):
 class Leadership:
     """The Lease of this operator in a namespace."""
 
-    def __init__(
-        self, api: ApiClient, namespace: str, metrics: OperatorMetrics, pauses: Pauses = PRODUCTION
-    ) -> None:
+    def __init__(self, api: ApiClient, namespace: str, metrics: OperatorMetrics, pauses: Pauses) -> None:
         self.identity = f"{socket.gethostname()}_{os.getpid()}_{uuid4().hex[:8]}"
         self._dynamic = DynamicClient(api)
         self._metrics, self._pauses = metrics, pauses

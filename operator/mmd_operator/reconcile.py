@@ -19,7 +19,7 @@ from mmd_operator.context import PassContext
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
 from mmd_operator.observed import Body, Observed
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.problems import refusal
 from mmd_operator.reconcile_pass import ReconcilePass
@@ -45,7 +45,7 @@ class Reconciler:
         name: str,
         observe: Callable[[], Observed],
         body: Body,
-        pauses: Pauses = PRODUCTION,
+        pauses: Pauses,
     ) -> None:
         self._context = PassContext(cluster, events, metrics, namespace, name, pauses)
         self._pauses = pauses

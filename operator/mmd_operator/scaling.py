@@ -26,7 +26,7 @@ from mmd_operator.growth import PendingGrowth
 from mmd_operator.load_reports import LoadReports
 from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Body, Child, Observed, PoolGrowth
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling_actions import PoolActions
 from mmd_operator.scaling_facts import pods_in, pool_facts, pool_workload, ready_gateways
@@ -53,7 +53,7 @@ class PoolScaling:
         metrics: OperatorMetrics,
         namespace: str,
         growth: PendingGrowth,
-        pauses: Pauses = PRODUCTION,
+        pauses: Pauses,
     ) -> None:
         self._growth = growth
         self._scaler: Scaler | None = None

@@ -16,7 +16,7 @@ from mmd_operator.events import Events
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Child, Observed, PodView
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 from mmd_operator.problems import contested
 
 
@@ -34,7 +34,7 @@ class PoolActions:
         namespace: str,
         growth: PendingGrowth,
         counts: Counts,
-        pauses: Pauses = PRODUCTION,
+        pauses: Pauses,
     ) -> None:
         self._cluster, self._metrics, self._namespace = cluster, metrics, namespace
         self._growth, self._counts = growth, counts

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from mmd_operator.cluster import BusyError, Cluster, RefusedError, Resource
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Sweep:
         namespaces: tuple[str, ...],
         kinds: Mapping[Resource, tuple[str | None, Indexed]],
         found: Callable[[set[str]], None],
-        pauses: Pauses = PRODUCTION,
+        pauses: Pauses,
     ) -> None:
         """`kinds`: of each, the label selector and what is indexed. `found` is called with new ghosts. `namespaces` empty: all."""
         self._cluster, self._namespaces, self._kinds, self._found = cluster, namespaces, kinds, found

@@ -8,7 +8,7 @@ from mmd_api.contract import paths
 from mmd_api.contract.weights import EXIT_STATUS, MAX_PROGRESS_BYTES, WeightsProgress
 from mmd_api.status import WeightsStatus
 from mmd_operator.observed import Child, Observed, PodView, manifest_key
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.pauses import Pauses
 from mmd_operator.pod_client import NoAnswerError, ReportFetcher
 from mmd_operator.problems import Deadlines, Problem, ProblemReason, crashed, pod_problem
 from mmd_operator.resources.naming import WEIGHTS, Manifest
@@ -21,7 +21,7 @@ class WeightsDownload:
     """The download of one deployment (one UID). `_seen`: the pod, by UID, that was asked last, when, and what it reported;
     `_most`: the Job, and the most bytes that its pods reported to be there and to be verified."""
 
-    def __init__(self, report_fetcher: ReportFetcher, pauses: Pauses = PRODUCTION) -> None:
+    def __init__(self, report_fetcher: ReportFetcher, pauses: Pauses) -> None:
         self._report_fetcher, self._pauses = report_fetcher, pauses
         self._seen: tuple[str, float, WeightsProgress | None] = ("", 0.0, None)
         self._most: tuple[str, int, int] | None = None

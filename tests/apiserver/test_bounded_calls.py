@@ -83,7 +83,7 @@ def test_a_sweep_lists_page_by_page_and_no_older_than_what_is_indexed(
     kinds = {CONFIG_MAPS: (SELECTOR, made.items)}
 
     async def work(cluster: Cluster) -> None:
-        sweep = Sweep(cluster, (namespace.name,), kinds, found.update)
+        sweep = Sweep(cluster, (namespace.name,), kinds, found.update, PRODUCTION)
         await sweep.look(kinds)
         assert not found
         gone = namespace.core.read_namespaced_config_map("m5", namespace.name).metadata.uid
@@ -113,7 +113,7 @@ def test_a_list_that_expires_half_way_makes_no_ghosts_and_the_next_starts_afresh
     expired = unruly.refuse("GET", r"/configmaps\?.*continue=", 410)
 
     async def work(cluster: Cluster) -> None:
-        sweep = Sweep(cluster, (namespace.name,), kinds, found.update)
+        sweep = Sweep(cluster, (namespace.name,), kinds, found.update, PRODUCTION)
         await sweep.look(kinds)
         assert expired.met == 1
         assert not found
@@ -169,7 +169,7 @@ def test_an_object_that_others_annotate_is_made_again_at_once_when_it_is_deleted
 
     async def work(cluster: Cluster) -> None:
         uid = namespace.core.read_namespace(namespace.name).metadata.uid
-        applier = Applier(cluster, namespace.name, "demo", uid, PendingGrowth())
+        applier = Applier(cluster, namespace.name, "demo", uid, PendingGrowth(), PRODUCTION)
         assert await applier.apply(manifest, None, 0.0) == ("Created", None)
         for minute in range(1, 11):
             note = {"metadata": {"annotations": {"example.com/minute": str(minute)}}}

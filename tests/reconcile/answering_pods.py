@@ -14,6 +14,7 @@ from mmd_operator.facts import Facts
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Child, Observed, Workload
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.status import status_of
@@ -63,7 +64,7 @@ def observed() -> Observed:
 
 
 def scaling(words: Words) -> PoolScaling:
-    return PoolScaling(None, words, OperatorMetrics(), "default", PendingGrowth())  # type: ignore[arg-type]  # in Shadow mode nothing moves
+    return PoolScaling(None, words, OperatorMetrics(), "default", PendingGrowth(), PRODUCTION)  # type: ignore[arg-type]  # in Shadow mode nothing moves
 
 
 def tick(made: PoolScaling, after: float, deployment: MultimodalDeploymentSpec) -> bool:

@@ -20,6 +20,7 @@ from mmd_operator.context import PassContext
 from mmd_operator.finalizer import FINALIZER
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Observed, PodView, child_of
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.reconcile_pass import ReconcilePass
 from mmd_operator.resources.naming import REVISION_LABEL
@@ -254,7 +255,9 @@ class Race:
         self.reports = Reports(self.cluster)
         metrics = OperatorMetrics()
         events = SimpleNamespace(report=lambda *_, **__: None)
-        self._context = PassContext(cast(Any, self.cluster), cast(Any, events), metrics, "default", "demo")
+        self._context = PassContext(
+            cast(Any, self.cluster), cast(Any, events), metrics, "default", "demo", PRODUCTION
+        )
         self.body: dict[str, Any] = {
             "apiVersion": API_VERSION,
             "kind": KIND,

@@ -12,7 +12,7 @@ from mmd_operator.pauses import PRODUCTION
 
 
 def test_the_first_repairs_come_at_once_and_later_ones_ever_more_rarely():
-    contests, pauses = Contests(), []
+    contests, pauses = Contests(PRODUCTION), []
     now = 0.0
     for _ in range(FREE_REPAIRS + 10):
         pauses.append(contests.pause("a", now))
@@ -27,7 +27,7 @@ def test_the_first_repairs_come_at_once_and_later_ones_ever_more_rarely():
 
 
 def test_an_object_that_was_left_alone_is_repaired_at_once_again():
-    contests = Contests()
+    contests = Contests(PRODUCTION)
     for now in range(FREE_REPAIRS):
         assert contests.against("a", now) is None
         contests.repaired("a", now, "rival")
@@ -37,7 +37,7 @@ def test_an_object_that_was_left_alone_is_repaired_at_once_again():
 
 
 def test_what_is_remembered_is_bounded():
-    contests = Contests()
+    contests = Contests(PRODUCTION)
     for n in range(MAX_CONTESTS + 5):
         for _ in range(FREE_REPAIRS):
             contests.repaired(n, 0.0, None)

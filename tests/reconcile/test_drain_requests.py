@@ -12,6 +12,7 @@ from mmd_operator.events import Events
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import child_of
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.scaling_actions import PoolActions
 
 from .bodies import NEW, pod, workload
@@ -36,7 +37,9 @@ async def after(
 ) -> tuple[list[str], Events]:
     """Requests and Events when pods should drain in so many ticks."""
     cluster, events = Cluster(), cast(Events, [])
-    actions = PoolActions(cast(Any, cluster), OperatorMetrics(), "default", PendingGrowth(), Counts())
+    actions = PoolActions(
+        cast(Any, cluster), OperatorMetrics(), "default", PendingGrowth(), Counts(), PRODUCTION
+    )
     pods = [pod(name=name, ready=True) for name in names]
     for tick in range(ticks):
         decision = SimpleNamespace(pool="decode", replicas=1, current=2, at=1000 + tick * every_seconds)

@@ -17,6 +17,7 @@ from mmd_operator import events
 from mmd_operator.cluster import Cluster
 from mmd_operator.events import COMBINED, OBJECT_BURST, SIMILAR_EVENTS, EventRecorder
 from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.serve import api_client
 from tests.support.control_plane import write_kubeconfig
 
@@ -67,7 +68,7 @@ async def recording(
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig.yaml", url, "none")))
     metrics = OperatorMetrics()
     async with asyncio.timeout(30), api_client() as api:
-        recorder = EventRecorder(Cluster(api, metrics), metrics)
+        recorder = EventRecorder(Cluster(api, metrics), metrics, PRODUCTION)
         writer = asyncio.create_task(recorder.run())
         yield recorder, metrics
         writer.cancel()

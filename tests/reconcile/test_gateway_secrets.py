@@ -12,6 +12,7 @@ from mmd_operator.cluster import BusyError
 from mmd_operator.context import PassContext
 from mmd_operator.gateway_secrets import GatewaySecrets
 from mmd_operator.observed import Observed, pod_of
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.problems import gathered
 from mmd_operator.resources.naming import COMPONENT_LABEL, REVISION_LABEL
@@ -50,7 +51,7 @@ class Gateways(ReportFetcher):
 
 
 def secrets_of(secrets: Secrets, **faults: str) -> GatewaySecrets:
-    context = PassContext(secrets, None, None, "default", "demo")  # type: ignore[arg-type]  # all that is asked of them
+    context = PassContext(secrets, None, None, "default", "demo", PRODUCTION)  # type: ignore[arg-type]  # all that is asked of them
     return GatewaySecrets(context, Gateways(**faults))
 
 

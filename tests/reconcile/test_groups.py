@@ -17,6 +17,7 @@ from mmd_operator.group_crashes import GroupCrashes
 from mmd_operator.growth import PendingGrowth
 from mmd_operator.metrics import Counts, OperatorMetrics
 from mmd_operator.observed import Child, Observed, PodView, child_of
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.plan import plan_objects
 from mmd_operator.problems import Deadlines
 from mmd_operator.reconcile_pass import _pod_problems
@@ -292,7 +293,7 @@ class RecordingCluster(Cluster):
 async def test_a_leader_that_is_renewed_goes_after_its_followers(renewed: PodView, policy: str | None):
     """Else older releases of LeaderWorkerSet recreate its group twice."""
     cluster, decision = RecordingCluster(), SimpleNamespace(pool="decode", replicas=2, current=2, at=1000.0)
-    actions = PoolActions(cluster, OperatorMetrics(), "default", PendingGrowth(), Counts())
+    actions = PoolActions(cluster, OperatorMetrics(), "default", PendingGrowth(), Counts(), PRODUCTION)
     renew = ScaleActions(renew=(renewed.name,))
     await actions.carry_out(renew, group_set(2), PoolFacts(2), [renewed], cast(Any, decision), [])
     (body,) = cluster.sent

@@ -16,6 +16,7 @@ from mmd_operator.handlers import Loops
 from mmd_operator.health import health_endpoint
 from mmd_operator.leader import Leadership
 from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.serve import LEASE_STALE_SECONDS, trouble
 
 HELPERS = ("sweep", "events", "namespaces")
@@ -37,7 +38,7 @@ class Operator:
     def __init__(self) -> None:
         self.helpers = {name: Helper() for name in HELPERS}
         self.lease = SimpleNamespace(quiet_seconds=0.0)
-        self.loops = Loops(cast(Any, None), (), OperatorMetrics())
+        self.loops = Loops(cast(Any, None), (), OperatorMetrics(), PRODUCTION)
         loops = cast(Any, self.loops)
         loops._sweep, loops._events = self.helpers["sweep"], self.helpers["events"]
         loops._events.flush = self.flushed

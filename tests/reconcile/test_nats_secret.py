@@ -34,7 +34,7 @@ class Passes:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._applier = Applier(cast(Any, cluster), "default", "demo", "uid", PendingGrowth())
+        self._applier = Applier(cast(Any, cluster), "default", "demo", "uid", PendingGrowth(), PRODUCTION)
 
     def until(self, end: float) -> list[str]:
         """The outcome of each pass."""

@@ -17,6 +17,7 @@ from mmd_operator.cluster import BusyError
 from mmd_operator.context import PassContext
 from mmd_operator.metrics import OperatorMetrics
 from mmd_operator.observed import Observed, child_of
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.problems import Problem
 from mmd_operator.reading import Reading, read
 from mmd_operator.rollout import Stage, Step
@@ -79,7 +80,7 @@ class Passes:
     def __init__(self, cluster: Recorded, status: Mapping[str, Any] | None = None) -> None:
         self.cluster, self.reported, self.generation = cluster, Reported(), 0
         context = PassContext(
-            cast(Any, cluster), cast(Any, self.reported), OperatorMetrics(), "default", "demo"
+            cast(Any, cluster), cast(Any, self.reported), OperatorMetrics(), "default", "demo", PRODUCTION
         )
         self.target = RolloutTarget(context, UID)
         self.target.remember(status or {})

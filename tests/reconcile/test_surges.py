@@ -17,6 +17,7 @@ from mmd_operator.observed import (
     Observed,
     child_of,
 )
+from mmd_operator.pauses import PRODUCTION
 from mmd_operator.pod_client import NoAnswerError
 from mmd_operator.rollout import Step, next_step
 from mmd_operator.scaling import PoolScaling, ScalingView
@@ -53,7 +54,7 @@ class Pool:
         self.shown: Observed | None = None  # by a watch that lags
         self._now = NOW
         self._scaling = PoolScaling(
-            cast(Any, self), cast(Any, self), OperatorMetrics(), "default", PendingGrowth()
+            cast(Any, self), cast(Any, self), OperatorMetrics(), "default", PendingGrowth(), PRODUCTION
         )
 
     async def get(self, address: str, *_: object) -> bytes:

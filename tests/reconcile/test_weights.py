@@ -180,7 +180,7 @@ class Pods(ReportFetcher):
 
 async def test_a_pod_is_asked_at_most_every_five_seconds_since_its_answer_wakes_the_next_pass():
     fetcher = Pods()
-    download = WeightsDownload(fetcher)
+    download = WeightsDownload(fetcher, PRODUCTION)
     seen = Observed({job().key: job()}, (pod(0),))
     for at in (0.0, 0.1, PRODUCTION.download_seconds - 0.1):
         status, _ = await download.look(PLANNED, seen, at)
@@ -217,7 +217,7 @@ async def test_the_deadline_of_a_rollout_stands_only_while_its_download_advances
         (340, None, 340),
     ]
     fetcher, record = Pods(), None
-    download, started = WeightsDownload(fetcher), datetime(2026, 1, 1, tzinfo=UTC)
+    download, started = WeightsDownload(fetcher, PRODUCTION), datetime(2026, 1, 1, tzinfo=UTC)
     for at, progress, since in timeline:
         now = started + timedelta(seconds=at)
         fetcher.answer = progress.dump().encode() if progress else b""
@@ -234,7 +234,7 @@ async def test_a_pod_that_succeeded_leaves_its_numbers():
     done = WeightsProgress(state="Complete", bytes=2**30, total_bytes=2**30)
     ended = pod(0, phase="Succeeded", exit_code=0, message=done.dump())
     seen = Observed({job("Complete").key: job("Complete")}, (ended,))
-    status, pods = await WeightsDownload(Pods()).look(PLANNED, seen, 0.0)
+    status, pods = await WeightsDownload(Pods(), PRODUCTION).look(PLANNED, seen, 0.0)
     assert status is not None
     assert (status.state, status.bytes) == ("Complete", 2**30)
     assert not weights_problems(status, job("Complete"), pods, NOW + 10_000)
