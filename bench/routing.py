@@ -57,7 +57,7 @@ from mmd_operator.simulate.traces import Trace
 from mmd_workers.caches.index import CacheIndex
 from mmd_workers.features.held import feature_identity
 from mmd_workers.gateway import service
-from mmd_workers.gateway.router import FeatureNeed, Placement, Router, RouteRequest
+from mmd_workers.gateway.router import FeatureNeed, Placement, PlacementLimits, Router, RouteRequest
 from mmd_workers.settings import WorkerSettings
 from mmd_workers.wire.messages import CacheReport, Heartbeat
 
@@ -207,7 +207,7 @@ def decisions(workers: int) -> dict[str, Any]:
             kept.take(CacheReport(beat.pod, "i", 1, 1, list(cached), []))
     found = {}
     for kind, media in (("text", 0), ("two images", 2)):
-        router = Router("r", 10**6, random.Random(0), index, kept)
+        router = Router("r", PlacementLimits(10**6), random.Random(0), index, kept)
         router.kv.note("a", "b", same_node=False, tokens=1000, num_bytes=10**8, seconds=0.1, now=0.0)
         times, now, heartbeats_due = [], 0.0, 0.0
         for number in range(DECISIONS):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmd_api.contract.errors import OverloadedError
 from mmd_api.contract.pools import MODALITIES, POOL_NAMES
@@ -24,6 +24,7 @@ from mmd_workers.gateway.router import (
     EMBEDDING_SECONDS_PER_TOKEN,
     FeatureNeed,
     Placement,
+    PlacementLimits,
     Router,
     RouteRequest,
 )
@@ -31,7 +32,6 @@ from mmd_workers.wire.messages import CacheReport, Heartbeat
 
 HEARTBEAT_SECONDS = 0.5
 MOST_REPORTED_AT_ONCE = 16_384
-DEFAULT_MAX_WAITING_REQUESTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,13 @@ class SimulatedRouter:
         trace: Trace,
         calibration: Calibration,
         prompts: Callable[[int], SimulatedPrompt] = lambda _: SimulatedPrompt(),
-        router: Callable[[str, int, random.Random], Router] = Router,
+        router: Callable[[str, PlacementLimits, random.Random], Router] = Router,
     ) -> None:
         """`prompts`: of a request by its number; without it no two have anything in common. `router`: another policy, to compare with."""
-        waiting = (
-            spec.prefill.max_waiting_requests if spec.prefill is not None else DEFAULT_MAX_WAITING_REQUESTS
-        )
-        self.router = router(REVISION, waiting, random.Random(0))  # noqa: S311 - the same trace gives the same run
-        self.router.local_encode_tokens = spec.local_encode_tokens
+        limits = replace(
+            PlacementLimits.of(spec), local_prefill_tokens=0
+        )  # prefill pods compute all prompts here
+        self.router = router(REVISION, limits, random.Random(0))  # noqa: S311 - the same trace gives the same run
         self._spec = spec
         self._prompts = prompts
         self._context: list[int] = trace.context_tokens.tolist()

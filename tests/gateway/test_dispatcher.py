@@ -23,7 +23,7 @@ from mmd_workers.gateway.lifecycle import (
     ServedSequence,
 )
 from mmd_workers.gateway.requests import SequenceSpec
-from mmd_workers.gateway.router import FeatureNeed, Router, RouteRequest
+from mmd_workers.gateway.router import FeatureNeed, PlacementLimits, Router, RouteRequest
 from mmd_workers.gateway.timeline import Timeline
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
@@ -50,7 +50,9 @@ class Fleet:
         self.workers: list[ScriptedWorker] = []
         bus, metrics = self.net.bus("gateway-0"), Metrics(("gateway",))
         self.directory = PeerDirectory(bus, HEARTBEAT_TIMEOUT_SECONDS, self.clock)
-        router = Router("r1", 100, random.Random(0), CacheIndex(), CacheIndex(), local_encode_tokens=1000)
+        router = Router(
+            "r1", PlacementLimits(100, local_encode_tokens=1000), random.Random(0), CacheIndex(), CacheIndex()
+        )
         self.dispatcher = Dispatcher(bus, self.directory, router, "gateway-0", 3, metrics, self.clock)
 
     async def start(self) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mmd_api.contract.load import PodLoad
-from mmd_workers.gateway import service
+from mmd_workers.gateway import router
 from mmd_workers.wire.messages import GenerateRequest, Phase
 from tests.support.waiting import until
 
@@ -110,7 +110,7 @@ async def test_decoders_to_which_kv_travels_faster_come_first_though_answers_end
 async def test_clients_that_hang_up_while_their_requests_are_placed_leave_no_request_that_waits(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "DEFAULT_MAX_WAITING_REQUESTS", 1)
+    monkeypatch.setattr(router, "DEFAULT_MAX_WAITING_REQUESTS", 1)
     gateway = await launch()
     worker = await gateway.worker("the red circle")
     worker.placing = held = asyncio.Event()

@@ -22,6 +22,7 @@ from mmd_workers.gateway.router import (
     NothingRoutable,
     Overloaded,
     Placement,
+    PlacementLimits,
     Router,
     RouteRequest,
 )
@@ -67,7 +68,7 @@ def router(
     for name, identities in (cached or {}).items():
         index.take(CacheReport(name, "i", 1, SIZE, [each for each in identities if each != FEATURE], []))
         features.take(CacheReport(name, "i", 1, 1, [each for each in identities if each == FEATURE], []))
-    return Router("r1", max_waiting, random.Random(seed), index, features)
+    return Router("r1", PlacementLimits(max_waiting), random.Random(seed), index, features)
 
 
 def prefix(blocks: int) -> dict[int, tuple[bytes, ...]]:
@@ -610,12 +611,12 @@ def test_a_prompt_of_which_little_is_left_to_compute_goes_to_a_decode_pod(
     request_: RouteRequest, pods: list[Heartbeat], expected: str
 ) -> None:
     routing = router(cached={"has4": BLOCKS_OF_PROMPT[:4], "has5": BLOCKS_OF_PROMPT[:5]})
-    routing.local_prefill_tokens = 32
+    routing.limits = replace(routing.limits, local_prefill_tokens=32)
     placement = routing.route(request_, pods, NOW)
     assert isinstance(placement, Placement)
     assert placement.prefill_pod == expected
     assert bool(placement.decode_pods) == (expected == "p0")
-    routing.local_prefill_tokens = 0
+    routing.limits = replace(routing.limits, local_prefill_tokens=0)
     placement = routing.route(replace(request_, avoid=frozenset()), pods, NOW)
     assert isinstance(placement, Placement)
     assert placement.prefill_pod == "p0"
@@ -623,7 +624,7 @@ def test_a_prompt_of_which_little_is_left_to_compute_goes_to_a_decode_pod(
 
 def test_a_short_prompt_needs_no_prefill_pod() -> None:
     routing = router()
-    routing.local_prefill_tokens = 32
+    routing.limits = replace(routing.limits, local_prefill_tokens=32)
     placement = routing.route(text(32), [taker()], NOW)
     assert isinstance(placement, Placement)
     assert placement.prefill_pod == "t"
@@ -632,7 +633,7 @@ def test_a_short_prompt_needs_no_prefill_pod() -> None:
 
 def test_short_prompts_of_a_burst_go_to_prefill_pods_until_heartbeats_show_room() -> None:
     routing = router()
-    routing.local_prefill_tokens = 32
+    routing.limits = replace(routing.limits, local_prefill_tokens=32)
     pods = [P, taker(decode_max_sequences=100)]
     placements = [routing.route(text(32), pods, NOW) for _ in range(10)]
     assert Counter(one.prefill_pod for one in placements) == {"t": 4, "p0": 6}  # type: ignore[union-attr]
@@ -861,7 +862,7 @@ def beside_encoders(
 ) -> Placement:
     """Of an image of 576 tokens on a prefill pod that has a tower; both kinds of towers do 576 patches a second."""
     one, rates = router(cached={holder: [FEATURE]}), {"encode_work_per_second": {"image": 576.0}}
-    one.local_encode_tokens = limit
+    one.limits = replace(one.limits, local_encode_tokens=limit)
     request = replace(image(), encoders_only=only, encoders_first=first)
     prefill = pod("p", **{"encodes_small_media": True, **rates, **load})
     placed = one.route(request, [prefill, *encoders, D], NOW)
@@ -910,7 +911,7 @@ def test_the_estimate_is_that_of_the_tower_which_is_chosen() -> None:
 
 def test_of_two_prefill_pods_the_one_whose_tower_is_idle_encodes_a_small_medium() -> None:
     one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
-    one.local_encode_tokens = 576
+    one.limits = replace(one.limits, local_encode_tokens=576)
     tower = {"encodes_small_media": True, **rates}
     pods = [pod("a", encode_queued_work={"image": 5760}, **tower), pod("b", **tower), BUSY_ENCODER, D]
     placed = one.route(image(), pods, NOW)
@@ -920,7 +921,7 @@ def test_of_two_prefill_pods_the_one_whose_tower_is_idle_encodes_a_small_medium(
 def test_pods_that_encode_everything_are_estimated_by_their_own_towers_while_encoder_pods_come() -> None:
     """Their configuration is older than the gateway's, which knows of the new pool."""
     one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
-    one.local_encode_tokens = 0
+    one.limits = replace(one.limits, local_encode_tokens=0)
     pods = [
         pod("a", "ep", encode_queued_work={"image": 5760}, **rates),
         pod("b", "ep", **rates),
@@ -934,7 +935,7 @@ def test_pods_that_encode_everything_are_estimated_by_their_own_towers_while_enc
 
 def test_media_placed_since_the_last_heartbeat_count_as_work_of_the_tower() -> None:
     one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
-    one.local_encode_tokens = 576
+    one.limits = replace(one.limits, local_encode_tokens=576)
     pods = [pod("p", encodes_small_media=True, **rates), BUSY_ENCODER, D]
     placed = [one.route(image(), pods, NOW + number / 100) for number in range(10)]
     assert [each.encode_here for each in placed] == [True] * 7 + [False] * 3
@@ -943,7 +944,7 @@ def test_media_placed_since_the_last_heartbeat_count_as_work_of_the_tower() -> N
 
 def test_what_a_tower_has_already_is_counted_once() -> None:
     one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
-    one.local_encode_tokens = 576
+    one.limits = replace(one.limits, local_encode_tokens=576)
     busy = pod("p", encodes_small_media=True, encode_queued_work={"image": 2880}, **rates)
     placed = [one.route(image(), [busy, BUSY_ENCODER, D], NOW + number / 100) for number in range(3)]
     assert [each.terms.encode for each in placed] == [6.0] * 3

@@ -39,7 +39,7 @@ def build_admin_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Sta
         [
             *health_routes(gateway),
             *_admin_routes(gateway, heartbeat),
-            *page.routes(lambda: gateway.web_page, admin=True, asks_for_key=asks_for_key),
+            *page.routes(lambda: gateway.settings.web_page, admin=True, asks_for_key=asks_for_key),
         ],
         f"{FOR_CLIENTS}, {paths.METRICS}, {paths.GATEWAY_DEMAND}, "
         f"{paths.GATEWAY_REQUESTS}, {paths.GATEWAY_STATE}",
@@ -72,8 +72,8 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
                 **asdict(heartbeat()),
                 "running": gateway.running,
                 "limits": {
-                    "max_body_bytes": gateway.max_body_bytes,
-                    "max_concurrent_requests": gateway.max_concurrent_requests,
+                    "max_body_bytes": gateway.settings.max_body_bytes,
+                    "max_concurrent_requests": gateway.settings.max_concurrent_requests,
                 },
                 "retained": {
                     "answers": len(gateway.repeats.answers),

@@ -36,7 +36,7 @@ def build_app(gateway: Gateway) -> Starlette:
     asks_for_key = gateway.access is not None
     is_open = [
         *health_routes(gateway),
-        *page.routes(lambda: gateway.web_page, asks_for_key=asks_for_key),
+        *page.routes(lambda: gateway.settings.web_page, asks_for_key=asks_for_key),
     ]
     return application(gateway, is_open, FOR_CLIENTS)
 
@@ -62,7 +62,7 @@ def application(gateway: Gateway, is_open: Sequence[Route], known: str) -> Starl
         kind = MethodNotAllowedError if status == 405 else NotFoundError
         what = "path or method not found"
         if request.url.path == EMBEDDINGS:
-            what = f"the model {gateway.models[0]!r} generates text and makes no embeddings; use a deployment that has a model for them"
+            what = f"the model {gateway.settings.models[0]!r} generates text and makes no embeddings; use a deployment that has a model for them"
         fault = ApiError(kind(f"{what}; this port serves {known}"))
         errors = errors_at(request.url.path)
         return JSONResponse(errors.body(fault, ""), errors.status(fault))
@@ -176,7 +176,7 @@ def _model(gateway: Gateway, name: str, names: Sequence[str]) -> dict[str, Any]:
         "owned_by": "multimodal-operator",
         "max_model_len": gateway.model_len() or gateway.frontend.max_model_len,
         "modalities": ["text", *sorted(gateway.frontend.modalities)],
-        **({"parent": gateway.models[0]} if adapter and gateway.models[0] in names else {}),
+        **({"parent": gateway.settings.models[0]} if adapter and gateway.settings.models[0] in names else {}),
     }
 
 

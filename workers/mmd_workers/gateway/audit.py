@@ -27,7 +27,7 @@ class AuditMiddleware:
 
     async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
         """Pass a request on, and log how it ended, whatever happens."""
-        if scope["type"] != "http" or not self._gateway.audit or is_open(scope, self._open_routes):
+        if scope["type"] != "http" or not self._gateway.settings.audit or is_open(scope, self._open_routes):
             await self._app(scope, receive, send)
             return
         arrived, status = time.time(), 0

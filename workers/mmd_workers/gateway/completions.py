@@ -101,7 +101,7 @@ class Endpoint(ABC):
         finally:
             timeline.end(time.time())
             if self.counts and not (timeline.repeats and timeline.code == "ok"):
-                count_request(gateway.metrics, gateway.slo, timeline)
+                count_request(gateway.metrics, gateway.settings.slo, timeline)
             if gateway.access and tenant:
                 gateway.access.count(tenant, timeline.status)
             end_trace(gateway.tracing, timeline, root)
@@ -144,7 +144,7 @@ class JsonEndpoint(Endpoint, Generic[_Body]):
         gateway = self._gateway
         deadline = self._deadline(exchange)
         body = await read_json(
-            exchange.headers, exchange.receive, gateway.max_body_bytes, reservation, deadline, seen
+            exchange.headers, exchange.receive, gateway.settings.max_body_bytes, reservation, deadline, seen
         )
         return self._parse(body)
 

@@ -127,7 +127,7 @@ class UploadFile(_FilesEndpoint):
     def _check_origin(self, headers: Headers) -> None:
         """Refuse the form of a page of another site: browsers send forms without asking the server first, unlike JSON."""
         origin = headers.get("origin")
-        if origin is None or origin in self._gateway.allowed_origins:
+        if origin is None or origin in self._gateway.settings.allowed_origins:
             return
         if origin.partition("://")[2] != headers.get("host"):
             raise ForbiddenError(

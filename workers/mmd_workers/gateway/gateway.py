@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from mmd_api.contract.errors import ModelNotFoundError, TooManyRequestsError
 from mmd_api.contract.pools import Modality
-from mmd_api.spec.observability import SloSpec
 from mmd_workers.caches.index import CacheIndex
 from mmd_workers.gateway.access import Access, KnownTenant
 from mmd_workers.gateway.admission import Admission, FairAdmission
@@ -22,6 +21,7 @@ from mmd_workers.gateway.certificate import Certificate
 from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.encode_on_upload import EncodeOnUpload
 from mmd_workers.gateway.files import Files
+from mmd_workers.gateway.gateway_settings import GatewaySettings
 from mmd_workers.gateway.hold import Budget, MediaHold
 from mmd_workers.gateway.intake import Intake, Prepared
 from mmd_workers.gateway.lifecycle import Dispatcher
@@ -47,17 +47,12 @@ class Gateway:
     `access`: who may use it; None: anyone who can reach it. `tokens`: what may stand for its tenants besides keys. `certificate`: of its port for clients; None: that speaks plain HTTP.
     `admissions`: the order in which requests of tenants start; None where there are
     no tenants: then all start at once. `picker`: where a platform's own gateway asks which gateway pod takes a request.
-    `files`: that clients upload; None where they may not. `encode_on_upload`: encodes them then. `allowed_origins`: of web pages of other sites.
-    `models`: the names of the one model, the preferred one first. `adapters`: those of its adapters, each served as a model.
-    `prefixes_per_tenant`: no tenant's prompts share a prefix with those of another.
+    `files`: that clients upload; None where they may not. `encode_on_upload`: encodes them then.
     `listening`: its port for clients is open. `draining`: about to end; connections are closed after their next answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
     """
 
     pod: str
-    models: tuple[str, ...]
-    max_body_bytes: int
-    max_concurrent_requests: int
-    request_timeout_seconds: int
+    settings: GatewaySettings
     frontend: Frontend
     intake: Intake
     hold: MediaHold
@@ -68,7 +63,6 @@ class Gateway:
     bus: Bus
     metrics: Metrics
     tracing: Tracing
-    slo: SloSpec
     demand: GatewayDemand
     audit_log: AuditLog
     prefix_index: CacheIndex
@@ -80,11 +74,6 @@ class Gateway:
     picker: EndpointPicker | None = None
     files: Files | None = None
     encode_on_upload: EncodeOnUpload | None = None
-    allowed_origins: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
-    prefixes_per_tenant: bool = False
-    web_page: bool = True
-    audit: bool = False
     started: float = field(default_factory=time.time)
     listening: bool = False
     draining: bool = False
@@ -96,17 +85,17 @@ class Gateway:
     @property
     def names(self) -> tuple[str, ...]:
         """Everything that clients may request as a model."""
-        return (*self.models, *self.adapters)
+        return (*self.settings.models, *self.settings.adapters)
 
     def adapter_of(self, name: str) -> str:
         """The adapter that a served name stands for; empty: the model alone."""
-        return name if name in self.adapters else ""
+        return name if name in self.settings.adapters else ""
 
     def cache_salt(self, wanted: str | None, tenant: KnownTenant | None) -> str:
         """With whom a request shares its prefix: with those that have the same one. Bounded, and no text of a client's. `wanted`: by the client;
         empty where it shares with everybody.
         """
-        owner = tenant.name if tenant is not None and self.prefixes_per_tenant else ""
+        owner = tenant.name if tenant is not None and self.settings.prefixes_per_tenant else ""
         if not (owner or wanted):
             return ""
         return hashlib.blake2b(f"{len(owner)} {owner} {wanted or ''}".encode(), digest_size=16).hexdigest()
@@ -142,7 +131,7 @@ class Gateway:
 
     def deadline(self, arrived: float, wanted: float = math.inf) -> float:
         """When a request that arrived then must have ended, whose client wants it to end by `wanted`; all in Unix seconds."""
-        return min(arrived + self.request_timeout_seconds, self.drained_at, wanted)
+        return min(arrived + self.settings.request_timeout_seconds, self.drained_at, wanted)
 
     @contextlib.contextmanager
     def admit(self, tenant: KnownTenant | None) -> Iterator[None]:
@@ -169,13 +158,13 @@ class Gateway:
         it does so when it has been read and is about to wait itself.
         """
         if self.admissions is None or tenant is None:
-            return self.running < self.max_concurrent_requests
-        beyond = self.running + 1 - self.admissions.leaving - self.max_concurrent_requests
+            return self.running < self.settings.max_concurrent_requests
+        beyond = self.running + 1 - self.admissions.leaving - self.settings.max_concurrent_requests
         return beyond <= 0 or self.admissions.has_place_for(tenant, tenant.usage.running + 1, beyond)
 
     def _full(self) -> TooManyRequestsError:
         return TooManyRequestsError(
-            f"{self.running} requests are running, and the limit is {self.max_concurrent_requests}; retry, "
+            f"{self.running} requests are running, and the limit is {self.settings.max_concurrent_requests}; retry, "
             "or raise spec.gateway.maxConcurrentRequests",
             retry_after_seconds=1.0,
         )
@@ -199,7 +188,7 @@ class Gateway:
         """
         if self.admissions is None or tenant is None:
             return None
-        is_full = self.running - self.admissions.leaving > self.max_concurrent_requests
+        is_full = self.running - self.admissions.leaving > self.settings.max_concurrent_requests
         if is_full and not self.admissions.make_place(tenant):
             raise self._full()
         expected_tokens = tenant.usage.expected_output_tokens

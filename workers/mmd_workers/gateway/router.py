@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmd_api.contract.pools import MODALITIES, Modality, Role
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers.caches.index import CacheIndex, Prefix
 from mmd_workers.features.held import feature_identity
 from mmd_workers.gateway.fleet import UNKNOWN_NODE, EncodeRows, Figures, Flags, Fleet, Rows
@@ -23,6 +24,7 @@ from mmd_workers.gateway.links import Links
 from mmd_workers.gateway.ttft_model import Terms, TtftModel
 from mmd_workers.wire.messages import Heartbeat
 
+DEFAULT_MAX_WAITING_REQUESTS = 512  # where the spec has no prefill pool
 EMBEDDING_BYTES_PER_TOKEN = 8100.0  # until one has been moved
 NATS_BYTES_PER_SECOND = 270e6  # what NATS core carries on one connection
 EMBEDDING_SECONDS_PER_TOKEN = EMBEDDING_BYTES_PER_TOKEN / NATS_BYTES_PER_SECOND
@@ -225,6 +227,28 @@ class _View:
         self.embedding_bytes_per_second = np.array(rates, dtype=np.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class PlacementLimits:
+    """What the spec sets for placing.
+
+    `max_waiting_requests`: of a prefill pod. `local_prefill_tokens`: of a prompt without media to compute, up to which a decode pod computes
+    it itself. `local_encode_tokens`: of media to encode, up to which a prefill pod with a tower beside encoder pods may encode them itself.
+    """
+
+    max_waiting_requests: int
+    local_prefill_tokens: int = 0
+    local_encode_tokens: int = 0
+
+    @classmethod
+    def of(cls, spec: MultimodalDeploymentSpec) -> PlacementLimits:
+        """The limits of this spec."""
+        return cls(
+            spec.prefill.max_waiting_requests if spec.prefill is not None else DEFAULT_MAX_WAITING_REQUESTS,
+            spec.decode.local_prefill_tokens,
+            spec.local_encode_tokens,
+        )
+
+
 class Router:
     """Places requests of one pipeline revision. Holds its own placements of the last heartbeat interval, the index of prefixes, and what it
     has learnt from outcomes.
@@ -233,19 +257,12 @@ class Router:
     def __init__(
         self,
         revision: str,
-        max_waiting_requests: int,
+        limits: PlacementLimits,
         rng: random.Random,
         index: CacheIndex | None = None,
         features: CacheIndex | None = None,
-        local_prefill_tokens: int = 0,
-        local_encode_tokens: int = 0,
     ) -> None:
-        """`local_prefill_tokens`: of a prompt without media to compute, up to which a decode pod computes it itself. `local_encode_tokens`: of media
-        to encode, up to which a prefill pod with a tower beside encoder pods may encode them itself.
-        """
-        self.local_prefill_tokens = local_prefill_tokens
-        self.local_encode_tokens = local_encode_tokens
-        self.max_waiting_requests = max_waiting_requests
+        self.limits = limits
         self.waiting_encode_work: Mapping[Modality, float] = {}  # in the queue: no encoder pod has taken it
         self.index = index if index is not None else CacheIndex()
         self.features = features if features is not None else CacheIndex()
@@ -286,7 +303,7 @@ class Router:
         if not decodes.any():
             return NeverFits(_why_not(request, "decode", fleet))
         open_pods = fits & (
-            fleet.prefill.waiting_requests + fleet.prefill.own_requests < self.max_waiting_requests
+            fleet.prefill.waiting_requests + fleet.prefill.own_requests < self.limits.max_waiting_requests
         )
         if not open_pods.any():
             _, all_waiting = self._queue_seconds(fleet)
@@ -338,7 +355,7 @@ class Router:
         """A placement on the best decode pod that computes this prompt itself: little of it is left to compute, no medium is in that,
         and no more than a few prompts wait there. A handover would cost more, and the prefill pods compute long prompts.
         """
-        takers, most = fleet.takers, self.local_prefill_tokens
+        takers, most = fleet.takers, self.limits.local_prefill_tokens
         if not most or not len(takers) or request.prefill_only:
             return None
         there = cached.decode[fleet.decode_row_of_taker]
@@ -396,8 +413,8 @@ class Router:
         if fleet.has_towers and media.own:
             own, nothing = _own_encode_seconds(media, fleet), np.zeros(len(ttft))
             sent = request.encoders_only or (request.encoders_first and len(fleet.encoders))
-            if self.local_encode_tokens and not sent:
-                small = (media.tokens > 0) & (media.tokens <= self.local_encode_tokens)
+            if self.limits.local_encode_tokens and not sent:
+                small = (media.tokens > 0) & (media.tokens <= self.limits.local_encode_tokens)
                 sooner = factors.ttft(ready, own, nothing, compute, in_turn=True) < ttft
                 here = fleet.encodes_small_media & small & (sooner if len(fleet.encoders) else True)
             itself = here | fleet.encodes_all

@@ -43,6 +43,7 @@ from mmd_workers.gateway.demand import GatewayDemand
 from mmd_workers.gateway.encode_on_upload import EncodeOnUpload
 from mmd_workers.gateway.files import ENTRY_BYTES, Files
 from mmd_workers.gateway.gateway import Gateway
+from mmd_workers.gateway.gateway_settings import GatewaySettings
 from mmd_workers.gateway.hold import ALLOWANCE_BYTES, MediaHold
 from mmd_workers.gateway.intake import Intake
 from mmd_workers.gateway.leave import Leave, OtherGateways
@@ -52,7 +53,7 @@ from mmd_workers.gateway.pick_messages import Setup, View, picker_bytes
 from mmd_workers.gateway.picker import EndpointPicker, loads_of
 from mmd_workers.gateway.repeats import Repeats
 from mmd_workers.gateway.retained import BUDGET_DIVISOR, RetainedAnswers
-from mmd_workers.gateway.router import Router
+from mmd_workers.gateway.router import PlacementLimits, Router
 from mmd_workers.gateway.tokens import TokenVerifier
 from mmd_workers.gateway.undelivered import undelivered_bytes
 from mmd_workers.gateway.whole_requests import after_whole_requests
@@ -92,7 +93,6 @@ HOLD_BODIES = 4  # largest bodies that the media budget has room for
 PROBE_PROCESSES = 2
 MIN_HOLD_BYTES = 64 << 20
 DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
-DEFAULT_MAX_WAITING_REQUESTS = 512
 INDEX_SHARE = 16  # part of the memory that the index of prefixes may take
 FEATURES_SHARE = 64  # and that of features
 QUEUE_PERIOD_SECONDS = 0.5
@@ -146,18 +146,15 @@ class GatewayProcess:
             settings.pod, pipeline.name, pipeline.namespace, spec.observability.otlp_endpoint
         )
         self._sandbox = DecodePool(PROBE_PROCESSES, spec.gateway.media.decode_timeout_seconds)
-        first_pool = spec.prefill
         self._memory_bytes = host_bytes()
         if spec.gateway.inference_pool is not None:
             self._memory_bytes -= picker_bytes(self._memory_bytes)
         self._router = Router(
             pipeline.revision,
-            first_pool.max_waiting_requests if first_pool is not None else DEFAULT_MAX_WAITING_REQUESTS,
+            PlacementLimits.of(spec),
             random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
             CacheIndex(most_in_all=min(MOST_IN_ALL, self._memory_bytes // INDEX_SHARE // BYTES_PER_BLOCK)),
             CacheIndex(most_in_all=min(MOST_IN_ALL, self._memory_bytes // FEATURES_SHARE // BYTES_PER_BLOCK)),
-            spec.decode.local_prefill_tokens,
-            spec.local_encode_tokens,
         )
         directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
         self._others = OtherGateways(settings.pod, spec.gateway.replicas)
@@ -166,21 +163,15 @@ class GatewayProcess:
         oidc = spec.gateway.auth.oidc if spec.gateway.auth is not None else None
         self._tokens = TokenVerifier(oidc, self._metrics) if oidc is not None else None
         self._certificate = self._certificate_of(settings)
-        max_body_bytes = spec.gateway.max_body_mebibytes << 20
+        gateway_settings = GatewaySettings.of(spec)
         retained = RetainedAnswers(self._memory_bytes // BUDGET_DIVISOR)
         self._claims = AnswerClaims(bus, settings.pod, self._others.names, retained)
-        hold = MediaHold(_hold_bytes(max_body_bytes), allowance_bytes=ALLOWANCE_BYTES)
+        hold = MediaHold(_hold_bytes(gateway_settings.max_body_bytes), allowance_bytes=ALLOWANCE_BYTES)
         self._admissions = self._admissions_of(directory, hold)
         self._files = Files(bus, spec.gateway.files) if spec.gateway.files is not None else None
         self._gateway = Gateway(
             pod=settings.pod,
-            models=spec.model.names,
-            adapters=tuple(adapter.name for adapter in spec.engine.adapters),
-            prefixes_per_tenant=spec.gateway.auth is not None
-            and spec.gateway.auth.prefix_cache == "PerTenant",
-            max_body_bytes=max_body_bytes,
-            max_concurrent_requests=spec.gateway.max_concurrent_requests,
-            request_timeout_seconds=spec.gateway.request_timeout_seconds,
+            settings=gateway_settings,
             frontend=frontend,
             intake=Intake(pipeline, frontend, self._sandbox, self._metrics, self._files),
             hold=hold,
@@ -193,19 +184,15 @@ class GatewayProcess:
             bus=bus,
             metrics=self._metrics,
             tracing=self._tracing,
-            slo=spec.slo,
             demand=GatewayDemand(spec.slo.percentile),
             prefix_index=self._router.index,
             feature_index=self._router.features,
-            web_page=spec.gateway.web_page,
             access=self._access,
             tokens=self._tokens,
             certificate=self._certificate,
-            audit=spec.gateway.audit_log,
             audit_log=AuditLog(self._metrics),
             admissions=self._admissions,
             files=self._files,
-            allowed_origins=tuple(spec.gateway.cors.allowed_origins) if spec.gateway.cors is not None else (),
         )
         gateway = self._gateway
         gateway.dispatcher.on_first_token = gateway.demand.first_token
@@ -234,9 +221,10 @@ class GatewayProcess:
             address,
             settings.http_port,
             lambda: max(
-                most_connections(self._memory_bytes, encrypted=encrypted), 2 * gateway.max_concurrent_requests
+                most_connections(self._memory_bytes, encrypted=encrypted),
+                2 * gateway.settings.max_concurrent_requests,
             ),
-            lambda: gateway.request_timeout_seconds,
+            lambda: gateway.settings.request_timeout_seconds,
             self._certificate.context if self._certificate is not None else None,
             spec.gateway.cors.allowed_origins if spec.gateway.cors is not None else (),
         )
@@ -244,7 +232,7 @@ class GatewayProcess:
             build_admin_app(gateway, self.heartbeat),
             address,
             settings.admin_port,
-            answer_seconds=lambda: gateway.request_timeout_seconds,
+            answer_seconds=lambda: gateway.settings.request_timeout_seconds,
         )
 
     def _access_of(self, settings: WorkerSettings) -> Access | None:
@@ -284,7 +272,7 @@ class GatewayProcess:
         def view() -> View:
             return View(
                 loads_of(directory.pods(state=None)),
-                gateway.max_body_bytes,
+                gateway.settings.max_body_bytes,
                 is_current=gateway.bus.is_connected,
             )
 
@@ -292,7 +280,7 @@ class GatewayProcess:
             address=listen_address(settings.pod_ip),
             port=settings.picker_port,
             tls=pool.picker_tls,
-            request_seconds=gateway.request_timeout_seconds,
+            request_seconds=gateway.settings.request_timeout_seconds,
             memory_bytes=picker_bytes(host_bytes()),
         )
         return EndpointPicker(setup, view, self._metrics)
@@ -336,7 +324,7 @@ class GatewayProcess:
 
         def capacity() -> Capacity:
             pods = self._router.routable(directory.pods(state=None))
-            return Capacity.of(pods, self._router.local_encode_tokens)
+            return Capacity.of(pods, self._router.limits.local_encode_tokens)
 
         gateway = self._settings.pipeline.spec.gateway
         return FairAdmission(
@@ -408,24 +396,16 @@ class GatewayProcess:
     def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
         """Take settings that changed while this process runs; requests in flight keep those they started with."""
         gateway = self._gateway
-        gateway.max_body_bytes = spec.gateway.max_body_mebibytes << 20
-        gateway.max_concurrent_requests = spec.gateway.max_concurrent_requests
-        gateway.web_page = spec.gateway.web_page
-        gateway.audit = spec.gateway.audit_log
-        gateway.models = spec.model.names
-        gateway.slo = spec.slo
+        gateway.settings = GatewaySettings.of(spec)
         gateway.intake.policy = spec.gateway.media
         self._set_tiers(spec.gateway.media.under_load)
         self._sandbox.set_timeout(spec.gateway.media.decode_timeout_seconds)
-        gateway.hold.resize(_hold_bytes(gateway.max_body_bytes))
+        gateway.hold.resize(_hold_bytes(gateway.settings.max_body_bytes))
         if self._admissions is not None:
             self._admissions.max_bytes = gateway.hold.budget_bytes // QUEUE_HOLD_DIVISOR
         gateway.dispatcher.max_retries = spec.gateway.max_retries
         self._others.replicas = spec.gateway.replicas
-        if spec.prefill is not None:
-            self._router.max_waiting_requests = spec.prefill.max_waiting_requests
-        self._router.local_prefill_tokens = spec.decode.local_prefill_tokens
-        self._router.local_encode_tokens = spec.local_encode_tokens
+        self._router.limits = PlacementLimits.of(spec)
         gateway.demand.percentile = spec.slo.percentile
         _show_promises(self._metrics, spec.slo)
         _check_memory(gateway, self._memory_bytes)
@@ -450,7 +430,7 @@ class GatewayProcess:
             node=NODE,
             api_endpoint=host_and_port(settings.pod_ip, settings.http_port) if self._gateway.serves else "",
             requests=self._gateway.running,
-            max_requests=self._gateway.max_concurrent_requests,
+            max_requests=self._gateway.settings.max_concurrent_requests,
         )
 
     async def stop(self) -> list[BaseException | None]:
@@ -529,7 +509,7 @@ def _check_memory(gateway: Gateway, memory_bytes: int) -> None:
     present = memory_bytes - resident_bytes()
     each = gateway.hold.allowance_bytes + gateway.answers.allowance_bytes
     shared = gateway.hold.budget_bytes + gateway.answers.budget_bytes + gateway.repeats.answers.budget_bytes
-    most = gateway.max_concurrent_requests * each + shared
+    most = gateway.settings.max_concurrent_requests * each + shared
     for index in (gateway.prefix_index, gateway.feature_index):  # `resident_bytes` has those that are there
         most += (index.most_in_all - index.num_blocks) * BYTES_PER_BLOCK
     if gateway.files is not None:
@@ -538,7 +518,7 @@ def _check_memory(gateway: Gateway, memory_bytes: int) -> None:
         _log.warning(
             "%d concurrent requests and the index of caches may need %d MiB of memory, but this gateway has only %d MiB for them%s; raise "
             "spec.gateway.resources.memory, or lower spec.gateway.maxConcurrentRequests",
-            gateway.max_concurrent_requests,
+            gateway.settings.max_concurrent_requests,
             most >> 20,
             present >> 20,
             " beside its endpoint picker (spec.gateway.inferencePool)" if gateway.picker is not None else "",

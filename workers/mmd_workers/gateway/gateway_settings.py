@@ -1,0 +1,46 @@
+"""What the spec of a deployment sets for its gateways. A changed spec replaces all of it in one assignment, so no setting is forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.observability import SloSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings that requests are served by.
+
+    `models`: names of the one model, the preferred one first. `adapters`: names of its adapters, each served as a model.
+    `prefixes_per_tenant`: tenants share no prefix with one another. `allowed_origins`: of web pages of other sites. `audit`: whether
+    requests have lines in the audit log.
+    """
+
+    models: tuple[str, ...]
+    adapters: tuple[str, ...]
+    prefixes_per_tenant: bool
+    allowed_origins: tuple[str, ...]
+    max_body_bytes: int
+    max_concurrent_requests: int
+    request_timeout_seconds: int
+    slo: SloSpec
+    web_page: bool
+    audit: bool
+
+    @classmethod
+    def of(cls, spec: MultimodalDeploymentSpec) -> GatewaySettings:
+        """The settings of this spec."""
+        gateway = spec.gateway
+        return cls(
+            models=spec.model.names,
+            adapters=tuple(adapter.name for adapter in spec.engine.adapters),
+            prefixes_per_tenant=gateway.auth is not None and gateway.auth.prefix_cache == "PerTenant",
+            allowed_origins=tuple(gateway.cors.allowed_origins) if gateway.cors is not None else (),
+            max_body_bytes=gateway.max_body_mebibytes << 20,
+            max_concurrent_requests=gateway.max_concurrent_requests,
+            request_timeout_seconds=gateway.request_timeout_seconds,
+            slo=spec.slo,
+            web_page=gateway.web_page,
+            audit=gateway.audit_log,
+        )
