@@ -14,7 +14,16 @@ from typing import ClassVar, Literal, get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mmd_api.contract.metric_table import LONG_SECONDS, SHORT_SECONDS, MetricTable, MovedBy
+from mmd_api.contract.metric_table import (
+    LONG_SECONDS,
+    SHORT_SECONDS,
+    MetricTable,
+    counter,
+    family,
+    gauge,
+    histogram,
+    section,
+)
 from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.status import ConditionType, PoolStatus
 from mmd_operator.autoscaling import LIMITS, SIGNAL_METRICS, Decision
@@ -29,6 +38,9 @@ USUAL_DECISIONS: dict[Direction, tuple[str, ...]] = {
     "down": ("LoadFell", "Idle", "OverBudget", "OutOfBounds", "External"),
 }
 """Series exported at 0 before the first decision: a series that begins at 1 has no rate."""
+
+
+Family = GaugeMetricFamily | CounterMetricFamily
 
 
 @dataclass(slots=True)
@@ -63,181 +75,186 @@ class OperatorMetrics(MetricTable):
         "pool": "encoder, prefill, decode",
     }
 
+    _operator = section("The operator itself")
+    leading = gauge(
+        "mmd_operator_leading", "1 on the operator replica that holds the lease", moved_by="deployment"
+    )
+    passes = counter(
+        "mmd_operator_passes_total",
+        "Passes over a single deployment: reconcile passes and autoscaler ticks",
+        "loop: reconcile, scale",
+        "outcome: done, busy, refused, failed: busy and refused come from the API server, failed is a bug",
+        moved_by="deployment",
+    )
+    pass_seconds = histogram(
+        "mmd_operator_pass_seconds",
+        "Duration of one reconcile pass, without queueing",
+        LONG_SECONDS,
+        moved_by="deployment",
+    )
+    oldest_pass = gauge(
+        "mmd_operator_oldest_pass_seconds",
+        "Time since the last pass, successful or not, of the deployment that has waited longest; 0 without deployments",
+        moved_by="deployment",
+    )
+    api_calls = counter(
+        "mmd_operator_api_calls_total",
+        "API server calls, except watches",
+        "verb: get, post, put, patch, delete",
+        "result: ok, absent, conflict, throttled, refused, failed, unreachable, cancelled: 404, 409, 429, other 4xx, 5xx, no response, abandoned",
+        moved_by="deployment",
+    )
+    api_seconds = histogram(
+        "mmd_operator_api_seconds",
+        "Duration of one API server call",
+        SHORT_SECONDS,
+        "verb: get, post, put, patch, delete",
+        moved_by="deployment",
+    )
+    objects = counter(
+        "mmd_operator_objects_total",
+        "Objects of deployments written or removed",
+        "outcome: created, changed, repaired, refused, removed, replaced: replaced pods were made from older settings, repaired ones had been changed or deleted by another client",
+        moved_by="deployment",
+    )
+    events = counter(
+        "mmd_operator_events_total",
+        "Events about deployments; a repeated Event counts as written when the count of the first was raised",
+        "outcome: written, dropped: dropped when there are too many or the API server rejects them",
+        moved_by="deployment",
+    )
+    load_reports = counter(
+        "mmd_operator_load_reports_total",
+        "Requests for load reports, by the autoscaler; only Ready pods count as silent",
+        "outcome: answered, silent, invalid",
+        moved_by="scaling",
+    )
+    drain_seconds = histogram(
+        "mmd_operator_drain_seconds",
+        "Time from the drain request to the removal of the pod",
+        LONG_SECONDS,
+        "pool",
+        moved_by="scaling",
+    )
+
+    _deployments = section("Deployments, as the operator sees them")
+    _conditions = family(
+        "mmd_deployment_condition",
+        "1 if the status condition is True, else 0",
+        "namespace",
+        "deployment",
+        f"condition: {', '.join(get_args(ConditionType))}",
+        "reason: reason of the condition, as listed in troubleshooting.md",
+    )
+    _failing = family(
+        "mmd_deployment_reconcile_failing_seconds",
+        "Time for which every reconcile pass over the deployment has failed; 0 after a successful one",
+        "namespace",
+        "deployment",
+        moved_by="trouble",
+    )
+    _problems = family(
+        "mmd_deployment_problem_pods",
+        "Pods (or objects) with this problem; absent if there are none",
+        "namespace",
+        "deployment",
+        "component: encoder, prefill, decode, gateway, nats, or an object's kind",
+        "reason: NoGpu, Unschedulable, CrashLoop … as in troubleshooting.md",
+        moved_by="trouble",
+    )
+    _replicas = family(
+        "mmd_pool_replicas",
+        "Pods of a pool over all revisions",
+        "namespace",
+        "deployment",
+        "pool",
+        "state: desired, ready, draining",
+    )
+
+    _scaling_section = section("Decisions of the autoscaler (pools that it sizes)")
+    _sizes = family(
+        "mmd_scaling_replicas",
+        "Replicas wanted by load, decided, and the bounds",
+        "namespace",
+        "deployment",
+        "pool",
+        "size: wanted, decided, minimum, maximum",
+        moved_by="scaling",
+    )
+    _signals = family(
+        "mmd_scaling_signal",
+        "Measured load per replica: seconds, a ratio or sequences, depending on the signal",
+        "namespace",
+        "deployment",
+        "pool",
+        f"signal: {', '.join(SIGNAL_METRICS)}",
+        moved_by="scaling",
+    )
+    _targets = family(
+        "mmd_scaling_signal_target",
+        "Target load per replica; absent for HeldRequests, where one is enough",
+        "namespace",
+        "deployment",
+        "pool",
+        "signal: as above",
+        moved_by="scaling",
+    )
+    _limits = family(
+        "mmd_scaling_limited",
+        "1 for each limit that keeps the decision from reaching the wanted size; absent if there is none",
+        "namespace",
+        "deployment",
+        "pool",
+        f"limit: {', '.join(LIMITS)}",
+        moved_by="scaling",
+    )
+    _missing = family(
+        "mmd_scaling_missing_samples",
+        "Pods and gateways whose reports are missing or stale; above 0, scale-down is on hold",
+        "namespace",
+        "deployment",
+        "pool",
+        moved_by="trouble",
+    )
+    _decisions = family(
+        "mmd_scaling_decisions_total",
+        "Applied decisions to change the size of a pool",
+        "namespace",
+        "deployment",
+        "pool",
+        "direction: up, down",
+        "reason: LoadRose, LoadFell, Idle, Woken, Panic, ScheduleOpened, OutOfBounds, OverBudget, External",
+        moved_by="scaling",
+    )
+    _drains = family(
+        "mmd_drains_total",
+        "Drained pods, by outcome",
+        "namespace",
+        "deployment",
+        "pool",
+        f"outcome: {', '.join(DRAIN_OUTCOMES)}: overdue pods are removed with the requests they hold, renewed ones are replaced",
+        moved_by="scaling",
+    )
+
     def __init__(self) -> None:
         super().__init__()
         self.deployments: Callable[[], Iterable[DeploymentSnapshot]] = tuple
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
-
-        self._open("The operator itself")
-        self.leading = gauge(
-            "mmd_operator_leading", "1 on the operator replica that holds the lease", moved_by="deployment"
-        )
-        self.passes = counter(
-            "mmd_operator_passes_total",
-            "Passes over a single deployment: reconcile passes and autoscaler ticks",
-            "loop: reconcile, scale",
-            "outcome: done, busy, refused, failed: busy and refused come from the API server, failed is a bug",
-            moved_by="deployment",
-        )
-        self.pass_seconds = histogram(
-            "mmd_operator_pass_seconds",
-            "Duration of one reconcile pass, without queueing",
-            LONG_SECONDS,
-            moved_by="deployment",
-        )
-        self.oldest_pass = gauge(
-            "mmd_operator_oldest_pass_seconds",
-            "Time since the last pass, successful or not, of the deployment that has waited longest; 0 without deployments",
-            moved_by="deployment",
-        )
-        self.api_calls = counter(
-            "mmd_operator_api_calls_total",
-            "API server calls, except watches",
-            "verb: get, post, put, patch, delete",
-            "result: ok, absent, conflict, throttled, refused, failed, unreachable, cancelled: 404, 409, 429, other 4xx, 5xx, no response, abandoned",
-            moved_by="deployment",
-        )
-        self.api_seconds = histogram(
-            "mmd_operator_api_seconds",
-            "Duration of one API server call",
-            SHORT_SECONDS,
-            "verb: get, post, put, patch, delete",
-            moved_by="deployment",
-        )
-        self.objects = counter(
-            "mmd_operator_objects_total",
-            "Objects of deployments written or removed",
-            "outcome: created, changed, repaired, refused, removed, replaced: replaced pods were made from older settings, repaired ones had been changed or deleted by another client",
-            moved_by="deployment",
-        )
-        self.events = counter(
-            "mmd_operator_events_total",
-            "Events about deployments; a repeated Event counts as written when the count of the first was raised",
-            "outcome: written, dropped: dropped when there are too many or the API server rejects them",
-            moved_by="deployment",
-        )
-        self.load_reports = counter(
-            "mmd_operator_load_reports_total",
-            "Requests for load reports, by the autoscaler; only Ready pods count as silent",
-            "outcome: answered, silent, invalid",
-            moved_by="scaling",
-        )
-        self.drain_seconds = histogram(
-            "mmd_operator_drain_seconds",
-            "Time from the drain request to the removal of the pod",
-            LONG_SECONDS,
-            "pool",
-            moved_by="scaling",
-        )
         for pool in POOL_NAMES:
             self.drain_seconds.labels(pool)
+        self.registry.register(_Families(self))
 
-        self._open("Deployments, as the operator sees them")
-        self._families = _Families(self)
-        family = self._families.add
-        self._conditions = family(
-            "mmd_deployment_condition",
-            "1 if the status condition is True, else 0",
-            "namespace",
-            "deployment",
-            f"condition: {', '.join(get_args(ConditionType))}",
-            "reason: reason of the condition, as listed in troubleshooting.md",
-        )
-        self._failing = family(
-            "mmd_deployment_reconcile_failing_seconds",
-            "Time for which every reconcile pass over the deployment has failed; 0 after a successful one",
-            "namespace",
-            "deployment",
-            moved_by="trouble",
-        )
-        self._problems = family(
-            "mmd_deployment_problem_pods",
-            "Pods (or objects) with this problem; absent if there are none",
-            "namespace",
-            "deployment",
-            "component: encoder, prefill, decode, gateway, nats, or an object's kind",
-            "reason: NoGpu, Unschedulable, CrashLoop … as in troubleshooting.md",
-            moved_by="trouble",
-        )
-        self._replicas = family(
-            "mmd_pool_replicas",
-            "Pods of a pool over all revisions",
-            "namespace",
-            "deployment",
-            "pool",
-            "state: desired, ready, draining",
-        )
-
-        self._open("Decisions of the autoscaler (pools that it sizes)")
-        self._sizes = family(
-            "mmd_scaling_replicas",
-            "Replicas wanted by load, decided, and the bounds",
-            "namespace",
-            "deployment",
-            "pool",
-            "size: wanted, decided, minimum, maximum",
-            moved_by="scaling",
-        )
-        self._signals = family(
-            "mmd_scaling_signal",
-            "Measured load per replica: seconds, a ratio or sequences, depending on the signal",
-            "namespace",
-            "deployment",
-            "pool",
-            f"signal: {', '.join(SIGNAL_METRICS)}",
-            moved_by="scaling",
-        )
-        self._targets = family(
-            "mmd_scaling_signal_target",
-            "Target load per replica; absent for HeldRequests, where one is enough",
-            "namespace",
-            "deployment",
-            "pool",
-            "signal: as above",
-            moved_by="scaling",
-        )
-        self._limits = family(
-            "mmd_scaling_limited",
-            "1 for each limit that keeps the decision from reaching the wanted size; absent if there is none",
-            "namespace",
-            "deployment",
-            "pool",
-            f"limit: {', '.join(LIMITS)}",
-            moved_by="scaling",
-        )
-        self._missing = family(
-            "mmd_scaling_missing_samples",
-            "Pods and gateways whose reports are missing or stale; above 0, scale-down is on hold",
-            "namespace",
-            "deployment",
-            "pool",
-            moved_by="trouble",
-        )
-        self._decisions = family(
-            "mmd_scaling_decisions_total",
-            "Applied decisions to change the size of a pool",
-            "namespace",
-            "deployment",
-            "pool",
-            "direction: up, down",
-            "reason: LoadRose, LoadFell, Idle, Woken, Panic, ScheduleOpened, OutOfBounds, OverBudget, External",
-            moved_by="scaling",
-        )
-        self._drains = family(
-            "mmd_drains_total",
-            "Drained pods, by outcome",
-            "namespace",
-            "deployment",
-            "pool",
-            f"outcome: {', '.join(DRAIN_OUTCOMES)}: overdue pods are removed with the requests they hold, renewed ones are replaced",
-            moved_by="scaling",
-        )
-        self.registry.register(self._families)
-        self._process()
+    def empty_families(self) -> dict[str, Family]:
+        """All families, without a sample."""
+        return {
+            name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(
+                name, text, labels=labels
+            )
+            for name, (text, labels) in self.families.items()
+        }
 
     def of_deployments(self) -> Iterator[Metric]:
         """The families that are read off the loops, filled with what the loops show now."""
-        made = self._families.empty()
+        made = self.empty_families()
         for snapshot in self.deployments():
             whose = [snapshot.namespace, snapshot.name]
             for condition in snapshot.conditions:
@@ -280,34 +297,15 @@ class OperatorMetrics(MetricTable):
             made[self._missing].add_metric([*whose, pool], len(decision.missing))
 
 
-Family = GaugeMetricFamily | CounterMetricFamily
-
-
 class _Families(Collector):
-    """Metrics without their own memory: declared once, filled at every scrape."""
+    """Metrics without their own memory: filled at every scrape."""
 
     def __init__(self, table: OperatorMetrics) -> None:
         self._table = table
-        self._declared: dict[str, tuple[str, list[str]]] = {}
-
-    def add(self, name: str, text: str, *labels: str, moved_by: MovedBy = "deployment") -> str:
-        """Declare one; its name is how to find it."""
-        kind = "counter" if name.endswith("_total") else "gauge"
-        names = self._table._enter(name, kind, text, self._table._labels(labels), moved_by)
-        self._declared[name] = (text, names)
-        return name
-
-    def empty(self) -> dict[str, Family]:
-        """All of them, without a sample."""
-        made: dict[str, Family] = {}
-        for name, (text, labels) in self._declared.items():
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            made[name] = kind(name, text, labels=labels)
-        return made
 
     def describe(self) -> Iterable[Metric]:
         """The names that are taken, for the registry."""
-        return self.empty().values()
+        return self._table.empty_families().values()
 
     def collect(self) -> Iterable[Metric]:
         """The current values."""

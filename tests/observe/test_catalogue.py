@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmd_api.contract.metric_table import MetricTable
+from mmd_api.contract.metric_table import MetricTable, counter, section
 from mmd_operator.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import LABELS, Metrics
 
@@ -99,9 +99,14 @@ def test_names_end_in_their_unit_and_labels_are_few() -> None:
         assert len(own) <= 3
 
 
+class _TableWithAnUnknownLabel(MetricTable):
+    tests = section("Tests")
+    fetched = counter("mmd_test_total", "for this test", "url")
+
+
 def test_a_bare_label_without_known_values_is_refused() -> None:
-    with pytest.raises(KeyError):
-        Metrics()._counter("mmd_test_total", "for this test", "url")
+    with pytest.raises(KeyError, match="url"):
+        _TableWithAnUnknownLabel()
     assert "url" not in LABELS
 
 

@@ -8,16 +8,17 @@ this module: prometheus-client comes with their extras.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    Info,
     ProcessCollector,
     disable_created_metrics,
 )
@@ -44,18 +45,85 @@ class Entry:
     moved_by: MovedBy
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading of the docs. What a table declares after it belongs to processes with one of `roles`; without roles, to all."""
+
+    title: str
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """One metric as a table declares it."""
+
+    kind: Literal["counter", "gauge", "histogram", "info", "family"]
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    moved_by: MovedBy = "load"
+    buckets: Sequence[float] = ()
+
+
+def section(title: str, *roles: str) -> Section:
+    """Begin a section of the table."""
+    return Section(title, roles)
+
+
+def counter(name: str, text: str, *labels: str, moved_by: MovedBy = "load") -> Counter:
+    """Declare a counter. `labels`: `"outcome: hit, miss"` is a label with its values; a bare name takes them from `MetricTable.LABELS`."""
+    return cast(Counter, Declaration("counter", name, text, labels, moved_by))
+
+
+def gauge(name: str, text: str, *labels: str, moved_by: MovedBy = "load") -> Gauge:
+    """Declare a gauge; see `counter`."""
+    return cast(Gauge, Declaration("gauge", name, text, labels, moved_by))
+
+
+def histogram(
+    name: str, text: str, buckets: Sequence[float], *labels: str, moved_by: MovedBy = "load"
+) -> Histogram:
+    """Declare a histogram; see `counter`."""
+    return cast(Histogram, Declaration("histogram", name, text, labels, moved_by, buckets))
+
+
+def info(name: str, text: str, *labels: str) -> Info:
+    """Declare an info metric, whose name ends in `_info`; see `counter`."""
+    return cast(Info, Declaration("info", name, text, labels))
+
+
+def family(name: str, text: str, *labels: str, moved_by: MovedBy = "deployment") -> str:
+    """Declare a metric that its table fills at every scrape: a counter if the name ends in `_total`, else a gauge. The attribute is its name."""
+    return cast(str, Declaration("family", name, text, labels, moved_by))
+
+
 class MetricTable:
-    """A separate registry, and the catalogue of what is on it. One object per process."""
+    """A separate registry with the metrics that a subclass declares as its attributes, and their catalogue. One object per process.
+
+    `roles`: of this process. Metrics of other roles' sections can be fed and are not exposed; without roles all are exposed.
+    """
 
     LABELS: ClassVar[Mapping[str, str]] = {}
     """Values of labels that several metrics have."""
 
-    def __init__(self) -> None:
+    def __init__(self, roles: Collection[str] = ()) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.catalogue: list[Entry] = []
-        self._section = ""
-        self._exposed = True
+        self.families: dict[str, tuple[str, list[str]]] = {}
+        """Text and labels of the families, by name."""
+        title, registry = "", self.registry
+        exposed: CollectorRegistry | None = registry
+        for attribute, declared in list(vars(type(self)).items()):
+            if isinstance(declared, Section):
+                title = declared.title
+                belongs = not roles or not declared.roles or not set(roles).isdisjoint(declared.roles)
+                exposed = registry if belongs else None
+            elif isinstance(declared, Declaration):
+                setattr(self, attribute, self._build(declared, title, exposed))
+        ProcessCollector(
+            registry=registry
+        )  # CPU time, memory and file descriptors, named as in every program
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """The text that a Prometheus server scrapes, and its content type; OpenMetrics, with exemplars, if it asks for that.
@@ -70,48 +138,33 @@ class MetricTable:
         """Expose what is on another registry, too, under the names that it has there."""
         self.registry.register(registry)
 
-    def _open(self, section: str, *, exposed: bool = True) -> None:
-        """What follows belongs to `section`; what is not exposed can be fed all the same."""
-        self._section, self._exposed = section, exposed
-
-    @property
-    def _here(self) -> CollectorRegistry | None:
-        return self.registry if self._exposed else None
-
-    def _enter(
-        self, name: str, kind: str, text: str, labels: tuple[tuple[str, str], ...], moved_by: MovedBy
-    ) -> list[str]:
-        self.catalogue.append(Entry(name, kind, text, labels, self._section, moved_by))
-        return [label for label, _ in labels]
-
-    def _counter(self, name: str, text: str, *labels: str, moved_by: MovedBy = "load") -> Counter:
-        known = self._labels(labels)
-        made = Counter(name, text, self._enter(name, "counter", text, known, moved_by), registry=self._here)
-        closed = [_closed(values) for _, values in known]
-        if known and all(closed):
-            # A series that begins at 1 has no rate: what is rare must be there, at 0, before it happens.
-            for values in product(*closed):
-                made.labels(*values)
-        return made
-
-    def _gauge(self, name: str, text: str, *labels: str, moved_by: MovedBy = "load") -> Gauge:
-        names = self._enter(name, "gauge", text, self._labels(labels), moved_by)
-        return Gauge(name, text, names, registry=self._here)
-
-    def _histogram(
-        self, name: str, text: str, buckets: Sequence[float], *labels: str, moved_by: MovedBy = "load"
-    ) -> Histogram:
-        names = self._enter(name, "histogram", text, self._labels(labels), moved_by)
-        return Histogram(name, text, names, buckets=buckets, registry=self._here)
-
-    def _process(self) -> None:
-        """CPU time, memory and file descriptors of this process, under the names that every program uses."""
-        ProcessCollector(registry=self.registry)
-
-    def _labels(self, labels: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """`"outcome: hit, miss"` is a label with its values; a bare name takes them from `LABELS`."""
-        parts = [label.partition(": ") for label in labels]
-        return tuple((name, values or self.LABELS[name]) for name, _, values in parts)
+    def _build(self, declared: Declaration, title: str, registry: CollectorRegistry | None) -> object:
+        name, text = declared.name, declared.text
+        parts = [label.partition(": ") for label in declared.labels]
+        labels = tuple((label, values or self.LABELS[label]) for label, _, values in parts)
+        names = [label for label, _ in labels]
+        kind = declared.kind
+        if kind == "family":
+            self.families[name] = (text, names)
+            kind = "counter" if name.endswith("_total") else "gauge"
+        self.catalogue.append(Entry(name, kind, text, labels, title, declared.moved_by))
+        match declared.kind:
+            case "counter":
+                metric = Counter(name, text, names, registry=registry)
+                closed = [_closed(values) for _, values in labels]
+                if labels and all(closed):
+                    # A series that begins at 1 has no rate: what is rare must be there, at 0, before it happens.
+                    for values in product(*closed):
+                        metric.labels(*values)
+                return metric
+            case "gauge":
+                return Gauge(name, text, names, registry=registry)
+            case "histogram":
+                return Histogram(name, text, names, buckets=declared.buckets, registry=registry)
+            case "info":
+                return Info(name.removesuffix("_info"), text, registry=registry)
+            case "family":
+                return name
 
 
 def _closed(values: str) -> list[str]:
