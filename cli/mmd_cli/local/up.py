@@ -10,8 +10,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,18 +152,12 @@ async def running(
     objects = objects_of(deployment)
     with tempfile.TemporaryDirectory(prefix=f"mmd-{name}-") as folder:
         nats = _nats(Path(folder) / "nats", deployment, objects)
-        task, faults = asyncio.current_task(), list[GaveUpError]()
-
-        def give_up(fault: GaveUpError) -> None:
-            faults.append(fault)
-            if task is not None and len(faults) == 1:
-                task.cancel()
-
-        supervisor = Supervisor(log_line, give_up, interpreter, shared_servers=shared_servers)
-        keeping: asyncio.Task[None] | None = None
-        try:
-            nats.start()  # on this thread, which lasts: the server ends with the thread that started it
-            keeping = supervisor.supervise(NATS, supervisor.keep_nats(nats))
+        async with (
+            _started(nats),
+            _supervising(log_line, interpreter, shared_servers) as supervisor,
+            _in_background(supervisor.supervise(NATS, supervisor.keep_nats(nats))),
+            _raising_what_was_given_up(supervisor),
+        ):
             threads = threads or _threads_per_worker(objects)
             fraction = 1 / max(1, most_workers(deployment.spec))
             pods = local_pods(objects, Path(folder), nats.url, port, threads, fraction, admin_port, secrets)
@@ -177,24 +171,9 @@ async def running(
                 supervisor,
                 nats,
             )
-
-            def write_state(decisions: Mapping[PoolName, str]) -> Path:
-                shown = [state.RunningPod(pod.name, pod.component, pod.admin_url) for pod in pods]
-                return state.write(
-                    state.Running(
-                        name,
-                        os.getpid(),
-                        gateway.http_url,
-                        gateway.admin_url,
-                        shown,
-                        {str(pool): words for pool, words in decisions.items()},
-                    )
-                )
-
             for pod in pods:
                 supervisor.start(pod)
-            note = write_state({})  # from now on `mmd status` shows how far each pod is
-            try:
+            with _noted(local) as write_state:  # from now on `mmd status` shows how far each pod is
                 await _until_ready(pods, supervisor, progress, ready_seconds)
                 scaler = LocalScaler(
                     deployment,
@@ -220,30 +199,91 @@ async def running(
                         log_line,
                     )
                     background.append(asyncio.create_task(follower.run(), name="follow-file"))
-                try:
+                async with _in_background(*background):
                     yield local
-                finally:
-                    for one in background:
-                        one.cancel()
-                    await asyncio.gather(*background, return_exceptions=True)
-            finally:
-                note.unlink(missing_ok=True)
-        except asyncio.CancelledError:
-            if task is None or not faults:
-                raise
-            task.uncancel()
-            raise faults[0] from None
-        finally:
-            supervisor.gave_up = lambda _: None
-            if keeping is not None:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
-            _kill_on_a_second_signal(supervisor)
-            # Gateways first, which may take as long as a request: requests in flight still find their workers.
-            gateways = [n for n, child in supervisor.children.items() if child.pod.component == "gateway"]
-            await supervisor.stop(gateways)
-            await supervisor.close()
-            await asyncio.to_thread(nats.stop)
+
+
+@asynccontextmanager
+async def _started(nats: NatsServer) -> AsyncIterator[None]:
+    """A message server that runs until the block ends."""
+    try:
+        nats.start()  # on this thread, which lasts: the server ends with the thread that started it
+        yield
+    finally:
+        await asyncio.to_thread(nats.stop)
+
+
+@asynccontextmanager
+async def _supervising(
+    log_line: Callable[[str, str], None], interpreter: str, shared_servers: ForkServers | None
+) -> AsyncIterator[Supervisor]:
+    """A supervisor, all of whose processes have ended after the block.
+
+    Gateways end first, which may take as long as a request: requests in flight still find their workers.
+    """
+    supervisor = Supervisor(log_line, lambda _: None, interpreter, shared_servers=shared_servers)
+    try:
+        yield supervisor
+    finally:
+        _kill_on_a_second_signal(supervisor)
+        gateways = [n for n, child in supervisor.children.items() if child.pod.component == "gateway"]
+        await supervisor.stop(gateways)
+        await supervisor.close()
+
+
+@asynccontextmanager
+async def _in_background(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
+    """Tasks that are cancelled when the block ends."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _raising_what_was_given_up(supervisor: Supervisor) -> AsyncIterator[None]:
+    """Cancels the block when a process does not come back.
+
+    Raises:
+        GaveUpError: why not, of the first such process.
+    """
+    task, faults = asyncio.current_task(), list[GaveUpError]()
+
+    def give_up(fault: GaveUpError) -> None:
+        faults.append(fault)
+        if task is not None and len(faults) == 1:
+            task.cancel()
+
+    supervisor.gave_up = give_up
+    try:
+        yield
+    except asyncio.CancelledError:
+        if task is None or not faults:
+            raise
+        task.uncancel()
+        raise faults[0] from None
+    finally:
+        supervisor.gave_up = lambda _: None
+
+
+@contextmanager
+def _noted(local: LocalDeployment) -> Iterator[Callable[[Mapping[PoolName, str]], Path]]:
+    """The file by which `mmd status` finds the deployment, until the block ends. Called with the decisions by pool, it writes the file anew."""
+
+    def write_state(decisions: Mapping[PoolName, str]) -> Path:
+        shown = [state.RunningPod(pod.name, pod.component, pod.admin_url) for pod in local.pods]
+        words = {str(pool): decision for pool, decision in decisions.items()}
+        return state.write(
+            state.Running(local.name, os.getpid(), local.gateway_url, local.admin_url, shown, words)
+        )
+
+    note = write_state({})
+    try:
+        yield write_state
+    finally:
+        note.unlink(missing_ok=True)
 
 
 def _check_secrets(secrets: LocalSecrets, spec: MultimodalDeploymentSpec) -> None:
