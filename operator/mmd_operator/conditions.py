@@ -6,9 +6,8 @@ Each condition has a list of rules in the order of evaluation, at the end of thi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from mmd_api.contract.pools import PoolName
 from mmd_api.spec.exposure import ParentRef
@@ -16,6 +15,7 @@ from mmd_api.status import (
     Condition,
     ConditionType,
 )
+from mmd_operator.condition_state import ConditionState, Truth
 from mmd_operator.facts import Facts
 from mmd_operator.observed import ParentReport, Workload
 from mmd_operator.problems import Problem, format_problems
@@ -23,22 +23,11 @@ from mmd_operator.replacement import waiting_words
 from mmd_operator.resources.naming import WEIGHTS
 from mmd_operator.weights import weights_words
 
-Truth = Literal["True", "False", "Unknown"]
 _POOL_CONDITIONS: dict[PoolName, ConditionType] = {
     "encoder": "EncoderReady",
     "prefill": "PrefillReady",
     "decode": "DecodeReady",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ConditionState:
-    """A condition as it is now; the time of its last transition is added later (`dated`)."""
-
-    type: ConditionType
-    status: Truth
-    reason: str
-    message: str
 
 
 ConditionRule = Callable[[Facts], ConditionState | None]

@@ -27,7 +27,7 @@ from mmd_api.contract.metric_table import (
 from mmd_api.contract.pools import POOL_NAMES, PoolName
 from mmd_api.status import ConditionType, PoolStatus
 from mmd_operator.autoscaling import LIMITS, SIGNAL_METRICS, Decision
-from mmd_operator.conditions import ConditionState
+from mmd_operator.condition_state import ConditionState
 from mmd_operator.problems import Problem
 
 Direction = Literal["up", "down"]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from mmd_operator.cluster import BusyError, Cluster, RefusedError
-from mmd_operator.conditions import ConditionState
+from mmd_operator.condition_state import ConditionState
 from mmd_operator.context import PassContext
 from mmd_operator.events import EventRecorder
 from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
@@ -23,7 +23,7 @@ from mmd_operator.pauses import Pauses
 from mmd_operator.pod_client import ReportFetcher
 from mmd_operator.problems import refusal
 from mmd_operator.reconcile_pass import ReconcilePass
-from mmd_operator.status_writer import now
+from mmd_operator.status_time import now
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from mmd_operator.rollout_target import RolloutTarget
 from mmd_operator.scaling import PoolScaling, ScalingView
 from mmd_operator.shortage import Shortage
 from mmd_operator.silent_controllers import SilentControllers
+from mmd_operator.status_time import now as status_time
 from mmd_operator.status_writer import StatusWriter
-from mmd_operator.status_writer import now as status_time
 from mmd_operator.weights import WeightsDownload, weights_problems, weights_words
 from mmd_operator.workload_kinds import POOL_KINDS
 

@@ -19,7 +19,7 @@ from mmd_operator.context import PassContext
 from mmd_operator.observed import MANAGED_BY_LABEL, Body, controlling_owner
 from mmd_operator.problems import Problem, not_recorded
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
-from mmd_operator.status_writer import now
+from mmd_operator.status_time import now
 
 logger = logging.getLogger(__name__)
 

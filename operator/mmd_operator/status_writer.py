@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 from mmd_api.resource import KIND
 from mmd_operator.apply import UNSEEN_SECONDS
 from mmd_operator.cluster import BusyError, RefusedError
-from mmd_operator.conditions import ConditionState, current_conditions, dated, removing
+from mmd_operator.condition_state import ConditionState
+from mmd_operator.conditions import current_conditions, dated, removing
 from mmd_operator.contest import Contests
 from mmd_operator.context import PassContext
 from mmd_operator.facts import Facts
@@ -19,6 +19,7 @@ from mmd_operator.metrics import DeploymentSnapshot
 from mmd_operator.observed import Body, rival_of
 from mmd_operator.problems import Problem, contested
 from mmd_operator.status import pools_of, status_of
+from mmd_operator.status_time import now
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +145,3 @@ class StatusWriter:
                 continue  # Degraded reports the same
             reason = {"Ready": "Ready" if not bad else "NotReady"}.get(condition.type, condition.reason)
             self._context.events.report(body, reason, condition.message, warning=bad)
-
-
-def now() -> datetime:
-    """The time as a status shows it."""
-    return datetime.now(UTC).replace(microsecond=0)

@@ -20,6 +20,7 @@ from mmd_workers.gateway import (
     admin,
     app,
     body,
+    call_parser,
     chat_request,
     completion_request,
     completions,
@@ -179,7 +180,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
     limits = {
         "messages": [conversation.MAX_MESSAGES],
         "parts of a message": [conversation.MAX_PARTS],
-        "tool calls of a message": [conversation.MAX_TOOL_CALLS],
+        "tool calls of a message": [call_parser.MAX_TOOL_CALLS],
         "tools": [tools.MAX_TOOLS],
         "characters of a tool's description": [tools.MAX_DESCRIPTION_CHARACTERS],
         "brackets that open, commas and colons in the arguments of all tool calls": [

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmd_workers.gateway.call_parser import CallParser
-from mmd_workers.gateway.conversation import MAX_TOOL_CALLS
+from mmd_workers.gateway.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.model.tool_calls import FORMS, Spelling
 
 NAMES = frozenset({"add", "now"})

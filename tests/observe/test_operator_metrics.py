@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.status import PoolStatus
-from mmd_operator.conditions import ConditionState
+from mmd_operator.condition_state import ConditionState
 from mmd_operator.metrics import Counts, DeploymentSnapshot, OperatorMetrics
 from mmd_operator.problems import Problem
 

@@ -10,7 +10,8 @@ import pytest
 from mmd_api.spec.exposure import ParentRef
 from mmd_api.spec.gateway import AuthSpec, OidcSpec
 from mmd_api.status import RolledBack
-from mmd_operator.conditions import ConditionState, current_conditions, dated
+from mmd_operator.condition_state import ConditionState
+from mmd_operator.conditions import current_conditions, dated
 from mmd_operator.facts import Facts, Scaling
 from mmd_operator.observed import Observed, ParentReport, child_of, pod_of
 from mmd_operator.problems import Problem, default_tenant_missing, gathered

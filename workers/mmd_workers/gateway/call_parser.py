@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 
 import regex
 
-from mmd_workers.gateway.conversation import MAX_TOOL_CALLS
 from mmd_workers.gateway.detokenizer import overlap
 from mmd_workers.model.tool_calls import Spelling
+
+MAX_TOOL_CALLS = 128
+"""In one message, as OpenAI allows."""
 
 CALL_ID_CHARACTERS = 9  # letters and digits, as templates of Mistral require
 _ID_CHARACTERS = string.ascii_letters + string.digits

@@ -12,12 +12,12 @@ from pydantic_core import PydanticCustomError, from_json
 from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
 from mmd_workers.gateway.body import LONG_NUMBER, MAX_DIGITS
+from mmd_workers.gateway.call_parser import MAX_TOOL_CALLS
 from mmd_workers.gateway.parts import AnswerPart, ContentPart, MediaSource, RefusalPart, ResultPart, TextPart
 from mmd_workers.gateway.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, Strict
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message; the number of media has a separate limit in the spec
-MAX_TOOL_CALLS = 128  # of a message, as OpenAI allows
 MAX_ARGUMENT_MARKS = 65_536
 """Brackets that open, commas and colons in the arguments of all tool calls: more than their values and keys."""
 _LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())

@@ -17,8 +17,7 @@ from pydantic_core import PydanticCustomError
 from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.api_errors import ApiError
-from mmd_workers.gateway.call_parser import CallParser
-from mmd_workers.gateway.conversation import MAX_TOOL_CALLS
+from mmd_workers.gateway.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.gateway.response_format import OBJECT, as_json, exact_integers
 from mmd_workers.gateway.strict import Strict
 from mmd_workers.model.tool_calls import Spelling

@@ -12,10 +12,10 @@ from pydantic import ConfigDict
 
 from mmd_api.contract.errors import InvalidValueError, UnsupportedParameterError
 from mmd_workers.gateway.api_errors import ApiError
+from mmd_workers.gateway.call_parser import MAX_TOOL_CALLS
 from mmd_workers.gateway.chat_request import ChatRequest
 from mmd_workers.gateway.conversation import (
     MAX_MESSAGES,
-    MAX_TOOL_CALLS,
     AnswerMessage,
     CalledFunction,
     Message,
