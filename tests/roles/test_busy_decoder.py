@@ -244,10 +244,11 @@ async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_
         handing = asyncio.create_task(sender.hand_over(wanted, "r#0", reservation, three_ranges()))
         await memory.until(lambda: engine.asked[-1] == "attach")
         await memory.clock.let_pass(30.0)
+        await memory.until(handing.done)  # the sender may pause just now before it asks again
         await handing
         assert engine.log == HANDED_OVER
         most = 30.0 / handover.REPLY_SECONDS
-        assert most * 0.8 < len(commits) < most
+        assert most * 0.8 < len(commits) <= most
 
 
 @pytest.mark.parametrize(
