@@ -1,6 +1,6 @@
 """docs/models.md, the architectures under test and the recipes of their random checkpoints name the same architectures.
 
-The tables of docs/measurements/models.md are those of its report.
+The table of docs/measurements/models.md is that of its report.
 """
 
 from __future__ import annotations
