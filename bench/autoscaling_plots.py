@@ -1,4 +1,4 @@
-"""The pictures of docs/autoscaling-measurements.md: one rule each, from the very code that `mmd simulate --plot` runs.
+"""The pictures of docs/measurements/autoscaling.md: one rule each, from the very code that `mmd simulate --plot` runs.
 
 python -m bench.autoscaling_plots [--folder docs/images]
 """

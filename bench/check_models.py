@@ -1,4 +1,4 @@
-"""Run `mmd check` on architectures that have no test of their own and no line of code here; prints the table of docs/models.md.
+"""Run `mmd check` on architectures without a test or a line of code of their own; prints the table of docs/measurements/models.md.
 
     python -m bench.check_models [ARCHITECTURE ...] [--json FILE]
 
@@ -396,7 +396,7 @@ def row(name: str, folder: Path) -> dict[str, Any]:
 
 
 def table_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of docs/models.md. A tick: the prompt with this modality alone agrees."""
+    """The table of docs/measurements/models.md. A tick: the prompt with this modality alone agrees."""
     prompts = ("text", "image", "video", "audio")
     lines = [f"| architecture | {' | '.join(prompts)} | largest error of logits | not compared |"]
     lines.append("|---" * (len(prompts) + 3) + "|")

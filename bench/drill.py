@@ -1,5 +1,6 @@
-"""The fault drill of docs/observe.md: load, a killed encoder, full KV, a message server that is gone; seen through the dashboards'
-queries on a real Prometheus. Writes the pictures and prints the values: `.venv/bin/python -m bench.drill docs/images`.
+"""The fault drill of docs/measurements/observe.md: load, a killed encoder, full KV, a message server that is gone.
+
+Seen through the dashboards' queries on a real Prometheus. Writes the pictures and prints the values: `.venv/bin/python -m bench.drill docs/images`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""docs/models.md, the architectures under test and the recipes of their random checkpoints name the same architectures."""
+"""docs/models.md, the architectures under test and the recipes of their random checkpoints name the same architectures.
+
+The table of docs/measurements/models.md is that of its report.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tests.support import model_zoo as zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text()
+CHECKED = (ROOT / "docs" / "measurements" / "models.md").read_text()
 
 
 def documented() -> dict[str, tuple[str, ...]]:
@@ -40,7 +44,17 @@ def test_the_table_of_checked_models_is_that_of_the_report() -> None:
     bench = runpy.run_path(str(ROOT / "bench" / "check_models.py"))
     rows = json.loads((ROOT / "bench" / "reports" / "models.json").read_text())
     assert [row["architecture"] for row in rows] == list(bench["BUILDERS"])
-    assert "\n\n" + "\n".join(bench["table_of"](rows)) + "\n\n" in PAGE
+    assert "\n\n" + "\n".join(bench["table_of"](rows)) + "\n\n" in CHECKED
+
+
+def test_the_page_lists_each_checked_model_under_its_verdict() -> None:
+    listed = dict(re.findall(r"^- \*\*(.+?):\*\* ([^.]+)\.", PAGE, re.MULTILINE))
+    labels = {"agrees": "Agree", "incomplete": "Agree as far as transformers works", "refused": "Refused"}
+    rows = json.loads((ROOT / "bench" / "reports" / "models.json").read_text())
+    for verdict, label in labels.items():
+        names = [row["architecture"] for row in rows if row["verdict"] == verdict]
+        assert listed[label].replace("\n ", "").split(", ") == names
+    assert {row["verdict"] for row in rows} <= labels.keys()
 
 
 def test_the_report_has_the_verdict_that_its_cases_give() -> None:

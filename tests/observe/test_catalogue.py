@@ -62,7 +62,7 @@ def sources() -> list[Path]:
     """Whatever names a metric without serving it: dashboards, alerts, the command line, pages of the documentation."""
     found = [path for folder in QUERIED_IN for path in (ROOT / folder).rglob("*")]
     written = [path for path in found if path.suffix in (".py", ".yaml", ".json")]
-    pages = [page for page in DOCS.glob("*.md") if page.name != "extending.md"]  # adds one that is not there
+    pages = [page for page in DOCS.rglob("*.md") if page.name != "extending.md"]  # adds one that is not there
     return sorted(written) + sorted(pages)
 
 

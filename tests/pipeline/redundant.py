@@ -93,7 +93,10 @@ def expected(sample: Sample, tokens: int = TOKENS) -> str:
 
 
 def kinds(deployment: Deployment) -> tuple[Modality, ...]:
-    """What is asked about. vLLM counts positions after a video differently from `generate` (docs/vllm-architectures.md)."""
+    """Modalities of the questions. vLLM counts positions after a video differently from `generate`.
+
+    See docs/measurements/vllm-architectures.md.
+    """
     return tuple(kind for kind in MODALITIES if kind != "video" or deployment.engine == "Native")
 
 

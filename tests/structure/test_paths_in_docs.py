@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 ENDINGS = "py|md|yaml|json|sh|toml|css|html|js|png|svg|cpp|txt|go"
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(rf"[\w.-]+(?:/[\w.*{{}},-]+)*\.(?:{ENDINGS})")
@@ -69,7 +69,7 @@ def is_test(name: str) -> bool:
     return path[-1].startswith("test_")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page: Path) -> None:
     assert strangers(page.read_text(), page.parent) == []
 

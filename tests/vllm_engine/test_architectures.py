@@ -1,6 +1,6 @@
 """Each architecture against `generate`, and its log probabilities against the native engine's.
 
-Where vLLM is known to differ, the test says how, and fails when that changes. `docs/vllm-architectures.md` has the table.
+Where vLLM is known to differ, the test says how, and fails when that changes. `docs/measurements/vllm-architectures.md` has the table.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class IngressSpec(ApiModel, rules=INGRESS):
     tls_secret_name: Name | None = None
     """Name of a Secret of type kubernetes.io/tls with which the Ingress terminates TLS."""
     annotations: Annotations = {}
-    """Annotations of the Ingress, which configure its controller's timeouts and sizes (docs/install.md)."""
+    """Annotations of the Ingress, which configure its controller's timeouts and sizes (docs/exposure.md)."""
 
 
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
