@@ -2,7 +2,7 @@
 
     python -m bench.check_models [ARCHITECTURE ...] [--json FILE]
 
-Every model is built from a small configuration with random weights, as `examples/random_model.py` does it, so nothing is downloaded.
+Every model is built from a small configuration with random weights, as `support/oracles/random_model.py` does it, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import transformers as hf
 
-from examples import random_model as rm
 from mmd_api.contract.errors import MmdError
 from mmd_api.spec.model import ModelSpec
 from mmd_cli.check.compare import check
+from support.oracles import random_model as rm
 
 
 def _llava_like(r: rm.Recipe, config_class: Any, model_class: Any, **settings: Any) -> rm.Built:

@@ -25,9 +25,9 @@ from rich.table import Table
 from bench.native_step import engine
 from bench.report import keep
 from bench.versus_vllm import SIZE
-from examples import random_model
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
+from support.oracles import random_model
 
 VOCAB = 250  # below the tokens of media
 QUESTION_TOKENS = 16  # of the sequences that decode

@@ -29,12 +29,12 @@ from rich.table import Table
 from bench.native_step import engine
 from bench.report import keep
 from bench.versus_vllm import SIZE
-from examples import random_model
 from mmd_workers.engine import engine as engine_module
+from mmd_workers.engine.choosing.masks import Masks
+from mmd_workers.engine.choosing.sampler import Draw, Sampled, sample
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
-from mmd_workers.engine.masks import Masks
-from mmd_workers.engine.sampler import Draw, Sampled, sample
+from support.oracles import random_model
 
 Tokens = npt.NDArray[np.int64]
 VOCAB = 250

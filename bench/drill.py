@@ -19,10 +19,10 @@ from mmd_cli.samples import draw as sample
 from mmd_dashboards.boards import BOARDS
 from mmd_dashboards.panels import Panel
 from mmd_dashboards.queries import KV_USED, filled
-from tests.support.local_deployment import Deployment
-from tests.support.observed_fixture import KINDS, ask, content, observed_deployment
-from tests.support.prometheus_server import Prometheus as Server
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.servers.prometheus_server import Prometheus as Server
+from support.serving.local_deployment import Deployment
+from support.serving.observed_fixture import KINDS, ask, content, observed_deployment
 
 PANELS = {
     "overview": ("Requests per second", "Time to first token", "Time by phase", "Placed again"),

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench.report import keep
 from mmd_workers.engine.engine import Engine
-from tests.support.engine_oracle import TextModel, prompt_of, text_input
+from support.oracles.engine_oracle import TextModel, prompt_of, text_input
 
 BLOCK_TOKENS = 16  # of KV, the default
 SHAPE = {

@@ -20,9 +20,9 @@ import psutil
 from rich.console import Console
 
 from bench.report import keep
-from tests.support.fuzzing import fuzz, fuzzed_deployment
-from tests.support.held import assert_nothing_held
-from tests.support.local_deployment import Deployment
+from support.serving.fuzzing import fuzz, fuzzed_deployment
+from support.serving.held import assert_nothing_held
+from support.serving.local_deployment import Deployment
 
 GROWN_MEBIBYTES = 512
 """After requests of every kind, until which allocators and caches with a bound have filled; retained answers are a part of it."""

@@ -35,16 +35,17 @@ from rich.table import Table
 from bench.native_step import engine
 from bench.report import keep
 from bench.versus_vllm import VLLM, vllm_versions
-from examples import random_model
 from mmd_api.contract.answers import Grammar
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
 from mmd_workers.model.grammar import Constraint, Grammars, load_tokenizer
-from mmd_workers.pod import Pod
-from mmd_workers.settings import WorkerSettings
-from mmd_workers.vllm_engine.environment import prepare_environment
-from mmd_workers.wire.messages import GenerateRequest, Sampling
+from mmd_workers.process.pod import Pod
+from mmd_workers.process.settings import WorkerSettings
+from mmd_workers.vllm_engine.setup.environment import prepare_environment
+from mmd_workers.wire.messages.message_parts import Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.oracles import random_model
 
 ENTRY = {
     "type": "object",
@@ -107,7 +108,7 @@ def native(options: argparse.Namespace) -> tuple[Stepped, Grammars, Add]:
 def vllm(options: argparse.Namespace) -> tuple[Stepped, Grammars, Add]:
     """The same of vLLM, as a pod makes its core."""
     prepare_environment()
-    make_core = importlib.import_module("mmd_workers.vllm_engine.make").make_core
+    make_core = importlib.import_module("mmd_workers.vllm_engine.setup.make").make_core
     spec = MultimodalDeploymentSpec.model_validate(
         {
             "model": {"id": str(MODEL), "dtype": "Float32", "maxModelLen": 1024},

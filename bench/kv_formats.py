@@ -33,12 +33,12 @@ from rich.table import Table
 from bench.native_step import engine
 from bench.report import keep
 from bench.versus_vllm import SIZE
-from examples import random_model
 from mmd_api.spec.engine import KvDtype
 from mmd_api.spec.transfer import KvWireFormat
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.kv.quantize import KvWire
+from support.oracles import random_model
 
 VOCAB = 250  # below the tokens of media
 RANDOM = ("llava", "qwen2_5_vl", "gemma3")

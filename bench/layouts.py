@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import keep, percentiles
-from examples import random_model
 from mmd_cli.local import up
+from support.oracles import random_model
 
 MODEL = Path(".cache/models/bench-qwen2_5_vl").resolve()
 SIZE = random_model.Size(hidden=512, layers=8, vision_hidden=256, vision_layers=6)

@@ -40,7 +40,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import keep
-from examples import random_model
 from mmd_api.contract.errors import DeadlineError, PeerLostError
 from mmd_api.contract.pools import Modality
 from mmd_api.contract.subjects import Subjects
@@ -67,8 +66,11 @@ from mmd_workers.prefill.queue_source import QueueSource
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embedding_sender import EmbeddingSender
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
-from mmd_workers.wire.messages import EncodeJob, EncodeTaken, FeatureRef, GenerateRequest, Sampling
+from mmd_workers.wire.messages.encoder import EncodeJob, EncodeTaken
+from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
 from mmd_workers.wire.server import NatsServer
+from support.oracles import random_model
 
 SECTIONS = ("stages", "runs", "servers", "merging")
 STAGES = ("probe", "layout", "decode", "process", "tower")

@@ -3,7 +3,7 @@
     python -m bench.mutations [--files 100000] [--seed 1] [--processes 2]
 
 The report has what was decoded and refused of each format, and every file that crashed or hung its decoder, got an error without a remedy or
-a result other than promised, by its name and number (`tests.support.mutations.mutant` makes it again). It exits 1 if there is one, or if
+a result other than promised, by its name and number (`support.serving.mutations.mutant` makes it again). It exits 1 if there is one, or if
 anything is left behind: a process, memory of a medium, an open file of a decode process, or memory that it keeps.
 """
 
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from bench.report import keep
 from mmd_workers.media.sandbox import DecodePool
-from tests.support import mutations
+from support.serving import mutations
 
 
 async def measure(files: int, seed: int, processes: int) -> mutations.Report:

@@ -25,11 +25,11 @@ from rich.table import Table
 
 from bench.report import keep
 from bench.versus_vllm import SIZE
-from examples import random_model
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.model.language import load_language_model
+from support.oracles import random_model
 
 PATHS = {"modules": False, "fused layers": True}
 console = Console(width=120)

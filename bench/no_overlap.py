@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mmd_workers.prefill import role
-from mmd_workers.prefill.service import PrefillService
+from mmd_workers.prefill import prefill_role
+from mmd_workers.prefill.prefill_service import PrefillService
 
 
 class WaitingService(PrefillService):
@@ -19,4 +19,4 @@ class WaitingService(PrefillService):
         super().__init__(*args, overlap_tokens=sys.maxsize, **others)
 
 
-role.PrefillService = WaitingService
+prefill_role.PrefillService = WaitingService

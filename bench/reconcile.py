@@ -25,12 +25,12 @@ from bench import report
 from mmd_api.crd import custom_resource_definition
 from mmd_api.pool_resource import pool_definition
 from mmd_api.resource import GROUP, PLURAL, VERSION
-from tests.support.control_plane import TOKEN, ControlPlane
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace
-from tests.support.unruly_server import UnrulyServer
-from tests.support.waiting import eventually
+from support.cluster.control_plane import TOKEN, ControlPlane
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace
+from support.cluster.unruly_server import UnrulyServer
+from support.harness.waiting import eventually
 
 DEADLINE_SECONDS = 600.0
 

@@ -56,10 +56,10 @@ from mmd_operator.simulate.runs import Planner
 from mmd_operator.simulate.traces import Trace
 from mmd_workers.caches.index import CacheIndex
 from mmd_workers.features.held import feature_identity
-from mmd_workers.gateway import service
-from mmd_workers.gateway.router import FeatureNeed, Placement, PlacementLimits, Router, RouteRequest
-from mmd_workers.settings import WorkerSettings
-from mmd_workers.wire.messages import CacheReport, Heartbeat
+from mmd_workers.gateway.placement.router import FeatureNeed, Placement, PlacementLimits, Router, RouteRequest
+from mmd_workers.gateway.process import gateway_process
+from mmd_workers.process.settings import WorkerSettings
+from mmd_workers.wire.messages.every_pod import CacheReport, Heartbeat
 
 SPEC = Path(__file__).parents[1] / "examples" / "gpu.yaml"
 BLOCK = 16
@@ -344,8 +344,8 @@ async def _knows_all(client: httpx.AsyncClient) -> bool:
 
 def _serve(environment: dict[str, str], policy: str) -> None:
     os.environ.update(environment)
-    service.Router = POLICIES[policy]  # type: ignore[misc]  # what this process routes with
-    service.run(WorkerSettings.from_environment())
+    gateway_process.Router = POLICIES[policy]  # type: ignore[misc]  # what this process routes with
+    gateway_process.run(WorkerSettings.from_environment())
 
 
 # --- report -------------------------------------------------------------------------------------------------------------

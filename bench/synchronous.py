@@ -18,9 +18,9 @@ from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.source import FeatureSource
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.model.prompt import Feature
-from mmd_workers.prefill.role import PrefillRole
+from mmd_workers.prefill.prefill_role import PrefillRole
 from mmd_workers.sequences.native import NativeEngine
-from mmd_workers.wire.messages import FeatureRef
+from mmd_workers.wire.messages.message_parts import FeatureRef
 
 LONGEST_SECONDS = 60.0
 

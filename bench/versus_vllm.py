@@ -35,8 +35,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.layouts import LAYOUTS, Request, Run, drive, picture, resource
 from bench.report import keep, percentiles
-from examples import random_model
 from mmd_cli.local import up
+from support.oracles import random_model
 
 VLLM = Path(".cache/vllm").resolve()
 MODEL = Path(".cache/models/legible-llava").resolve()

@@ -39,11 +39,11 @@ from rich.table import Table
 from bench.layouts import Request, Run, content, drive
 from bench.report import keep, percentiles
 from bench.versus_vllm import ON_CPUS, WORDS, vllm_server
-from examples import random_model
 from mmd_api.spec.engine import EngineSpec
 from mmd_cli.local import up
 from mmd_cli.local.engines import interpreter_for
 from mmd_cli.local.up import LocalDeployment
+from support.oracles import random_model
 
 LARGE = random_model.Size(
     hidden=1536, layers=28, heads=12, kv_heads=2, feed_forward_ratio=6, vision_hidden=512, vision_layers=32

@@ -107,8 +107,14 @@ def faults(root: Path = ROOT) -> list[str]:
             tree = ast.parse(text)
             found += [*long_sentences(path, tree), *genitives(path, text)]
             long |= {name for name, number in constructors(path, tree) if number > MOST_ARGUMENTS}
-    found += [f"{name}: more than {MOST_ARGUMENTS} arguments; join those that belong together" for name in sorted(long - allowed)]
-    found += [f"{name}: no longer too long; remove it from {LONG_CONSTRUCTORS.name}" for name in sorted(allowed - long)]
+    found += [
+        f"{name}: more than {MOST_ARGUMENTS} arguments; join those that belong together"
+        for name in sorted(long - allowed)
+    ]
+    found += [
+        f"{name}: no longer too long; remove it from {LONG_CONSTRUCTORS.name}"
+        for name in sorted(allowed - long)
+    ]
     return found
 
 

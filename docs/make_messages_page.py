@@ -25,10 +25,10 @@ PACKAGES = tuple(
     for folder in ("crds/mmd_api", "operator/mmd_operator", "workers/mmd_workers", "cli/mmd_cli")
 )
 ELSEWHERE = {
-    ROOT / "operator/mmd_operator/metrics.py",
+    ROOT / "operator/mmd_operator/kube/metrics.py",
     ROOT / "workers/mmd_workers/observe/metrics.py",
     ROOT / "workers/mmd_workers/gateway/page/__init__.py",
-    ROOT / "workers/mmd_workers/gateway/openapi.py",
+    ROOT / "workers/mmd_workers/gateway/api/openapi.py",
     *(
         ROOT / "crds/mmd_api" / f"{page}.py"
         for page in ("reference", "errors_page", "generate", "contract/errors")

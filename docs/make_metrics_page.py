@@ -8,14 +8,14 @@ from itertools import groupby
 from pathlib import Path
 
 from mmd_api.contract.metric_table import LONG_SECONDS, SHORT_SECONDS, Entry
-from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import Metrics
 
 PAGE = Path(__file__).with_name("metrics.md")
 
 _HEAD = """# Metrics
 
-<!-- Generated from workers/mmd_workers/observe/metrics.py and operator/mmd_operator/metrics.py by `make crds`. Do not edit. -->
+<!-- Generated from workers/mmd_workers/observe/metrics.py and operator/mmd_operator/kube/metrics.py by `make crds`. Do not edit. -->
 
 Every pod serves `/metrics` on port 8080: workers, gateways, the operator. The suffix of a name is its unit.
 Labels take values from small fixed sets, or names of tenants from their file; no value sent by a client becomes a label. Where to scrape them, and what to look at:

@@ -54,7 +54,7 @@ class Panels:
     @contextmanager
     def looking(self, folder: Path) -> Iterator[None]:
         """Scrape and query until the block ends."""
-        from tests.support.prometheus_server import Prometheus, documented_job, hurried, write_targets
+        from support.servers.prometheus_server import Prometheus, documented_job, hurried, write_targets
 
         began = time.time()
         found = folder / "pods.json"
@@ -75,7 +75,7 @@ class Panels:
                     self.fired[alert["alertname"]] += 1
 
     def _look(self, answers: Callable[[str], bool], found: Path, api: str) -> None:
-        from tests.support.prometheus_server import write_targets
+        from support.servers.prometheus_server import write_targets
 
         with suppress(httpx.HTTPError):
             write_targets(found, httpx.get(f"{api}/api/v1/pods", timeout=10).json()["items"])

@@ -25,7 +25,7 @@ from e2e.panels import Panels
 from e2e.shell import FailedError, run, until
 from e2e.steps import Step, Steps, console
 from e2e.storm import report
-from tests.support.seeds import seed_of_commit
+from support.harness.seeds import seed_of_commit
 
 REPOSITORY = Path(__file__).parents[1]
 CACHE = REPOSITORY / ".cache" / "e2e"

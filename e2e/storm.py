@@ -28,7 +28,7 @@ from e2e.judge import LONG_SECONDS, PACED, in_flight, judge, longest_after, pars
 from e2e.shell import FailedError, in_background, until
 from e2e.steps import console
 from mmd_cli.samples import draw
-from tests.support.manifests import merge
+from support.cluster.manifests import merge
 
 MANIFEST = Path(__file__).with_name("storm.yaml")
 
@@ -384,7 +384,7 @@ class Oracle:
     """Answers of the whole model in this process, each computed once."""
 
     def __init__(self) -> None:
-        from tests.support import oracle  # PyTorch comes with it, which no step before needs
+        from support.oracles import oracle  # PyTorch comes with it, which no step before needs
 
         self._generated, self._is_greedy = oracle.tokens, oracle.is_greedy
         self._model = Path(str(resources.files("mmd_workers.model") / "demo"))

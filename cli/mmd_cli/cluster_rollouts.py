@@ -14,7 +14,7 @@ from mmd_api.history import SPEC_LABEL
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from mmd_cli.errors import CommandError
 from mmd_cli.rollout_history import HistoryEntry, entries_of
-from mmd_operator.cluster import JSON_PATCH, MERGE_PATCH, REQUEST_SECONDS, UNREACHABLE, words_of
+from mmd_operator.kube.cluster import JSON_PATCH, MERGE_PATCH, REQUEST_SECONDS, UNREACHABLE, words_of
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
 from mmd_operator.serve import api_client
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.contract import paths
 from mmd_cli.errors import CommandError
-from mmd_workers.gateway.timeline import KEPT_REQUESTS
+from mmd_workers.gateway.placement.timeline import KEPT_REQUESTS
 
 TIMEOUT_SECONDS = 5.0
 ASKED_AT_ONCE = 16

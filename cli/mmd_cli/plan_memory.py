@@ -21,10 +21,10 @@ from mmd_api.pipeline import active_roles, roles_of
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.fields import UNITS
 from mmd_api.spec.pools import EncoderSpec, PrefillSpec
+from mmd_workers.basics.memory import CPU_PERCENT, GPU_PERCENT, MEBIBYTE, MemoryBudget
 from mmd_workers.encoder.profile import TowerMemory, tower_memory
 from mmd_workers.engine.profile import activation_bytes, fused_kernel, gpu_kernel
 from mmd_workers.media.medium import MediumInfo
-from mmd_workers.memory import CPU_PERCENT, GPU_PERCENT, MEBIBYTE, MemoryBudget
 from mmd_workers.model import requirements, source
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.encoder import HfEncoderModel

@@ -14,8 +14,8 @@ from mmd_api.readers import changed_paths, value_at
 from mmd_api.reference import change_of
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_cli.errors import CommandError
-from mmd_operator.observed import controlling_owner
-from mmd_operator.reading import read
+from mmd_operator.observed.observed import controlling_owner
+from mmd_operator.observed.stored_spec import read
 from mmd_operator.resources.naming import REVISION_LABEL
 
 MAX_VALUE_CHARACTERS = 60

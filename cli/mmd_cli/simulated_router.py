@@ -19,8 +19,8 @@ from mmd_operator.simulate.calibration import Calibration
 from mmd_operator.simulate.placing import PlacedAt
 from mmd_operator.simulate.telemetry import REVISION, Telemetry
 from mmd_operator.simulate.traces import Trace
-from mmd_workers.engine.blocks import BlockPool
-from mmd_workers.gateway.router import (
+from mmd_workers.engine.memory.blocks import BlockPool
+from mmd_workers.gateway.placement.router import (
     EMBEDDING_SECONDS_PER_TOKEN,
     FeatureNeed,
     Placement,
@@ -28,7 +28,7 @@ from mmd_workers.gateway.router import (
     Router,
     RouteRequest,
 )
-from mmd_workers.wire.messages import CacheReport, Heartbeat
+from mmd_workers.wire.messages.every_pod import CacheReport, Heartbeat
 
 HEARTBEAT_SECONDS = 0.5
 MOST_REPORTED_AT_ONCE = 16_384

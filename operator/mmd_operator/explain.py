@@ -10,7 +10,7 @@ from kubernetes.aio import client
 from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from mmd_api.status import ConditionType, PoolThroughput
-from mmd_operator.cluster import REQUEST_SECONDS, UNREACHABLE, words_of
+from mmd_operator.kube.cluster import REQUEST_SECONDS, UNREACHABLE, words_of
 from mmd_operator.serve import api_client
 
 CONDITIONS: tuple[ConditionType, ...] = get_args(ConditionType)

@@ -11,16 +11,32 @@ from typing import Any, cast
 
 import kopf
 
-from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, BusyError, Cluster, RefusedError, Resource
-from mmd_operator.events import EventRecorder
-from mmd_operator.metrics import DeploymentSnapshot, OperatorMetrics
-from mmd_operator.observed import MANAGED_BY_LABEL, Child, Observed, PodView, child_of, deployment_key, pod_of
-from mmd_operator.pauses import Pauses
-from mmd_operator.pod_client import ReportFetcher
-from mmd_operator.reconcile import Reconciler
+from mmd_operator.kube.cluster import (
+    CHILD_KINDS,
+    DEPLOYMENTS,
+    PODS,
+    BusyError,
+    Cluster,
+    RefusedError,
+    Resource,
+)
+from mmd_operator.kube.events import EventRecorder
+from mmd_operator.kube.metrics import DeploymentSnapshot, OperatorMetrics
+from mmd_operator.kube.pauses import Pauses
+from mmd_operator.kube.pod_client import ReportFetcher
+from mmd_operator.kube.sweep import Indexed, Sweep
+from mmd_operator.observed.observed import (
+    MANAGED_BY_LABEL,
+    Child,
+    Observed,
+    PodView,
+    child_of,
+    deployment_key,
+    pod_of,
+)
+from mmd_operator.passes.reconciler import Reconciler
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
-from mmd_operator.sweep import Indexed, Sweep
-from mmd_operator.workload_kinds import SET_NAME_LABEL
+from mmd_operator.resources.workload_kinds import SET_NAME_LABEL
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from mmd_api.contract import paths
-from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.kube.metrics import OperatorMetrics
 
 
 @asynccontextmanager

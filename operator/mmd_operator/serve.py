@@ -16,7 +16,9 @@ import kopf
 from kubernetes.aio import client, config
 
 from mmd_api.resource import GROUP, PLURAL
-from mmd_operator.cluster import (
+from mmd_operator.handlers import Loops, registry_for, settings
+from mmd_operator.health import health_endpoint
+from mmd_operator.kube.cluster import (
     DEPLOYMENTS,
     INSTALLED_BY_USERS,
     REQUEST_SECONDS,
@@ -24,11 +26,9 @@ from mmd_operator.cluster import (
     Cluster,
     RefusedError,
 )
-from mmd_operator.handlers import Loops, registry_for, settings
-from mmd_operator.health import health_endpoint
-from mmd_operator.leader import Leadership, NotLeaderError
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.kube.leadership import Leadership, NotLeaderError
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION, Pauses
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@ import pytest
 
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment
-from tests.support.manifests import BadManifest, bad_manifests, base_manifest
+from support.cluster.manifests import BadManifest, bad_manifests, base_manifest
 
 
 def test_the_base_of_the_table_is_valid():

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mmd_cli import program
 from mmd_cli.commands import validate as validate_command
-from tests.support.manifests import base_manifest, merge
+from support.cluster.manifests import base_manifest, merge
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 

@@ -6,7 +6,7 @@ from mmd_api import pipeline
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.status import MultimodalDeploymentStatus, PinnedRevision
-from tests.support.manifests import base_manifest, merge
+from support.cluster.manifests import base_manifest, merge
 
 
 def revision(**spec) -> str:

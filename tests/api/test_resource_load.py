@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import MultimodalDeployment, load, load_all
 from mmd_api.spec.pools import Pool
-from tests.support.manifests import base_manifest, merge
+from support.cluster.manifests import base_manifest, merge
 
 
 def faults(source) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 from mmd_api.history import COMPLETED_ANNOTATION, SPEC_LABEL, spec_digest
 from mmd_cli.errors import CommandError
 from mmd_cli.rollout_history import chosen, differences, entries_of, history_rows, spec_of, state_of, undone
-from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
-from tests.support.manifests import merge
+from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
+from support.cluster.manifests import merge
 
 DOUBLED = merge(SPEC, {"decode": {"maxSequences": 8, "replicas": 4}})
 SPECS = [SPEC, DOUBLED, merge(DOUBLED, ANOTHER_MODEL)]

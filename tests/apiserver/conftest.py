@@ -19,15 +19,15 @@ from kubernetes import client
 
 from mmd_api.crd import custom_resource_definition
 from mmd_api.pool_resource import pool_definition
-from mmd_operator.pauses import Pauses
-from tests.support.control_plane import TOKEN, ControlPlane, binaries
-from tests.support.definitions import establish
-from tests.support.kept import Kept
-from tests.support.operator_process import OperatorProcess
-from tests.support.quick_pauses import QUICK_PAUSES
-from tests.support.shared_server import AnyOperator, SharedServer, administrator, shared_in
-from tests.support.standin import Namespace
-from tests.support.unruly_server import UnrulyServer
+from mmd_operator.kube.pauses import Pauses
+from support.cluster.control_plane import TOKEN, ControlPlane, binaries
+from support.cluster.definitions import establish
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.quick_pauses import QUICK_PAUSES
+from support.cluster.shared_server import AnyOperator, SharedServer, administrator, shared_in
+from support.cluster.standin import Namespace
+from support.cluster.unruly_server import UnrulyServer
+from support.servers.kept import Kept
 
 HERE = Path(__file__).parent
 SHARED: pytest.StashKey[Kept] = pytest.StashKey()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.support.prometheus_server import documented_job, write_targets
-from tests.support.standin import Namespace
+from support.cluster.standin import Namespace
+from support.servers.prometheus_server import documented_job, write_targets
 
 HOME = "multimodal-system"
 

@@ -16,10 +16,10 @@ import httpx
 from kubernetes import client
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
-from mmd_operator.observed import Workload, child_of
+from mmd_operator.observed.observed import Workload, child_of
 from mmd_operator.resources.naming import ADMIN_PORT, REVISION_LABEL
-from tests.support.deployments import SPEC
-from tests.support.standin import Namespace, eventually
+from support.cluster.deployments import SPEC
+from support.cluster.standin import Namespace, eventually
 
 _ADDRESSES = itertools.count(random.randrange(1 << 20))
 QUICK = {

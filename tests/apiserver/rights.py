@@ -7,7 +7,7 @@ from importlib.resources import files
 import yaml
 from kubernetes import client
 
-from tests.support.standin import Namespace
+from support.cluster.standin import Namespace
 
 RULES = yaml.safe_load(files("mmd_operator").joinpath("rules.yaml").read_text())
 

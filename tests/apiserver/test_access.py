@@ -9,10 +9,10 @@ from kubernetes import client
 
 from mmd_api.pool_resource import POOL_PLURAL
 from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
-from tests.support.chart import RELEASE, RELEASE_NAMESPACE, helm_folder, objects
-from tests.support.control_plane import TOKEN, ControlPlane
-from tests.support.deployments import SPEC
-from tests.support.standin import Namespace, eventually
+from support.cluster.chart import RELEASE, RELEASE_NAMESPACE, helm_folder, objects
+from support.cluster.control_plane import TOKEN, ControlPlane
+from support.cluster.deployments import SPEC
+from support.cluster.standin import Namespace, eventually
 
 pytestmark = pytest.mark.xdist_group("cluster-wide")
 READ, WRITE = ("get", "list", "watch"), ("create", "patch", "update", "delete", "deletecollection")

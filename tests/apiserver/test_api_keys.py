@@ -14,10 +14,10 @@ from kubernetes import client
 
 from mmd_api.contract.environment import KEYS_FILE
 from mmd_api.tenants import hash_of, new_key
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import Namespace
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import Namespace
 
 from .fleet import assert_gateway_fault_shown
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.deployments import SPEC
-from tests.support.standin import Namespace, eventually
+from support.cluster.deployments import SPEC
+from support.cluster.standin import Namespace, eventually
 
 pytestmark = pytest.mark.usefixtures("any_operator")
 

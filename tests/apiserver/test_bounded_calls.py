@@ -17,21 +17,29 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_kube_config
 
 from mmd_api.resource import GROUP, PLURAL, VERSION
-from mmd_operator import cluster as module
-from mmd_operator.apply import Applier
-from mmd_operator.cluster import CHILD_KINDS, DEPLOYMENTS, PODS, BusyError, Cluster, ExpiredError, Resource
-from mmd_operator.finalizer import FINALIZER
-from mmd_operator.growth import PendingGrowth
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.observed import MANAGED_BY_LABEL, child_of
-from mmd_operator.pauses import PRODUCTION, Pauses
+from mmd_operator.kube import cluster as module
+from mmd_operator.kube.cluster import (
+    CHILD_KINDS,
+    DEPLOYMENTS,
+    PODS,
+    BusyError,
+    Cluster,
+    ExpiredError,
+    Resource,
+)
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION, Pauses
+from mmd_operator.kube.sweep import Sweep
+from mmd_operator.observed.observed import MANAGED_BY_LABEL, child_of
+from mmd_operator.passes.finalizer import FINALIZER
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL
-from mmd_operator.sweep import Sweep
-from tests.support.definitions import OF_USERS, installed
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, eventually
-from tests.support.unruly_server import UnrulyServer
+from mmd_operator.rollout.applier import Applier
+from mmd_operator.sizes.pending_growth import PendingGrowth
+from support.cluster.definitions import OF_USERS, installed
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, eventually
+from support.cluster.unruly_server import UnrulyServer
 
 T = TypeVar("T")
 CONFIG_MAPS = CHILD_KINDS["ConfigMap"]

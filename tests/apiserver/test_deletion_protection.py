@@ -9,10 +9,10 @@ import pytest
 from kubernetes import client
 
 from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
-from tests.support.chart import helm_folder, objects
-from tests.support.control_plane import ControlPlane
-from tests.support.deployments import SPEC
-from tests.support.standin import Namespace, eventually
+from support.cluster.chart import helm_folder, objects
+from support.cluster.control_plane import ControlPlane
+from support.cluster.deployments import SPEC
+from support.cluster.standin import Namespace, eventually
 
 pytestmark = pytest.mark.xdist_group("cluster-wide")
 REFUSAL = "spec.deletionProtection is true: set it to false"

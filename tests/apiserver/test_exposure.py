@@ -9,12 +9,12 @@ import pytest
 from kubernetes import client
 
 from mmd_operator.resources.exposure import INSTALL_GATEWAY_API, INSTALL_INFERENCE_EXTENSION
-from tests.support.definitions import HTTP_ROUTES, installed
-from tests.support.deployments import ANOTHER_MODEL, SPEC
-from tests.support.exposure import EXPOSED, ROUTE, report, route
-from tests.support.operator_process import OperatorProcess
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import Namespace, eventually, exhaust, forget_the_dead, is_gone
+from support.cluster.definitions import HTTP_ROUTES, installed
+from support.cluster.deployments import ANOTHER_MODEL, SPEC
+from support.cluster.exposure import EXPOSED, ROUTE, report, route
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import Namespace, eventually, exhaust, forget_the_dead, is_gone
 
 from .fleet import Fleet, assert_condition
 

@@ -11,11 +11,11 @@ from kubernetes import client
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_operator.resources.naming import ADMIN_PORT, REVISION_LABEL
-from mmd_operator.workload_kinds import INSTALL_LWS, LWS_PLURAL
-from tests.support.definitions import GROUP_SETS, installed
-from tests.support.groups import GROUPS, IMAGE, ONE_POD, WHERE, GroupController
-from tests.support.operator_process import OperatorProcess, another_release
-from tests.support.standin import Namespace, eventually, forget_the_dead, is_gone
+from mmd_operator.resources.workload_kinds import INSTALL_LWS, LWS_PLURAL
+from support.cluster.definitions import GROUP_SETS, installed
+from support.cluster.groups import GROUPS, IMAGE, ONE_POD, WHERE, GroupController
+from support.cluster.operator_process import OperatorProcess, another_release
+from support.cluster.standin import Namespace, eventually, forget_the_dead, is_gone
 
 from .fleet import QUICK, FakePod, next_address
 

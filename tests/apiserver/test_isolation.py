@@ -23,11 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.resource import GROUP, PLURAL, VERSION
 from mmd_cli.local.pods import free_port
-from mmd_operator.pauses import Pauses
-from tests.support.control_plane import ControlPlane
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, eventually, exhaust
+from mmd_operator.kube.pauses import Pauses
+from support.cluster.control_plane import ControlPlane
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, eventually, exhaust
 
 from .rights import RULES, bind, token_of
 

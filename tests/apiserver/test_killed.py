@@ -15,11 +15,11 @@ import pytest
 from kubernetes import client
 
 from mmd_operator.resources.naming import CONFIG_HASH_ANNOTATION
-from tests.support.control_plane import ControlPlane
-from tests.support.deployments import ANOTHER_MODEL, SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.seeds import seed_of_commit
-from tests.support.standin import Namespace, eventually, forget_the_dead, is_gone
+from support.cluster.control_plane import ControlPlane
+from support.cluster.deployments import ANOTHER_MODEL, SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, eventually, forget_the_dead, is_gone
+from support.harness.seeds import seed_of_commit
 
 KILLS_EACH = 13
 LIFE_SECONDS = 0.7

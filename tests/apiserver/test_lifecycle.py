@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.support.deployments import SPEC
-from tests.support.standin import Namespace, eventually, is_gone
+from support.cluster.deployments import SPEC
+from support.cluster.standin import Namespace, eventually, is_gone
 
 pytestmark = pytest.mark.usefixtures("any_operator")
 

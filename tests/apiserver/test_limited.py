@@ -12,13 +12,13 @@ import yaml
 from kubernetes import client
 
 from mmd_cli.local.pods import free_port
-from tests.support.control_plane import ControlPlane
-from tests.support.local_deployment import Deployment
-from tests.support.observed_fixture import observed_deployment
-from tests.support.operator_process import OperatorProcess
-from tests.support.prometheus_server import Prometheus, hurried
-from tests.support.standin import Namespace
-from tests.support.under_load import about_videos, clients, frozen
+from support.cluster.control_plane import ControlPlane
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace
+from support.servers.prometheus_server import Prometheus, hurried
+from support.serving.local_deployment import Deployment
+from support.serving.observed_fixture import observed_deployment
+from support.serving.under_load import about_videos, clients, frozen
 
 from .discovery import Discovery, configuration
 from .fleet import QUICK, Fleet, assert_condition

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mmd_operator.pauses import Pauses
-from tests.support.control_plane import ControlPlane
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, eventually
+from mmd_operator.kube.pauses import Pauses
+from support.cluster.control_plane import ControlPlane
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, eventually
 
 from .rights import RULES, bind, token_of
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mmd_operator.leader import LEASE_NAME
-from tests.support.control_plane import TOKEN, ControlPlane
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, eventually
-from tests.support.unruly_server import UnrulyServer
+from mmd_operator.kube.leadership import LEASE_NAME
+from support.cluster.control_plane import TOKEN, ControlPlane
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, eventually
+from support.cluster.unruly_server import UnrulyServer
 
 pytestmark = pytest.mark.xdist_group("cluster-wide")
 LEASE_END_SECONDS = 40

@@ -16,11 +16,11 @@ from kubernetes import client
 from mmd_cli.local.pods import free_port
 from mmd_dashboards.boards import BOARDS
 from mmd_dashboards.queries import SCALED, filled
-from mmd_operator.metrics import OperatorMetrics
-from tests.support.control_plane import ControlPlane
-from tests.support.operator_process import OperatorProcess
-from tests.support.prometheus_server import Prometheus, hurried
-from tests.support.standin import Namespace, is_gone
+from mmd_operator.kube.metrics import OperatorMetrics
+from support.cluster.control_plane import ControlPlane
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, is_gone
+from support.servers.prometheus_server import Prometheus, hurried
 
 from .discovery import HOME, Discovery, configuration
 from .fleet import BUSY, IDLE, Fleet, assert_condition, assert_drain_requested, scaled

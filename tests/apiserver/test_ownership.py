@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmd_api.pipeline import pipeline_revision
-from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
-from tests.support.standin import Namespace, counted, eventually
+from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
+from support.cluster.standin import Namespace, counted, eventually
 
 pytestmark = pytest.mark.usefixtures("any_operator")
 

@@ -11,11 +11,11 @@ import pytest
 from mmd_api.contract.subjects import USERS, previous_of
 from mmd_operator.resources.naming import CONFIG_HASH_ANNOTATION
 from mmd_operator.resources.nats import GENERATION_ANNOTATION, KEYS_ANNOTATION, PASSWORD_KEYS
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.quick_pauses import QUICK_PAUSES
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import Namespace, eventually
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.quick_pauses import QUICK_PAUSES
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import Namespace, eventually
 
 NEW_ROLE = "encode_prefill_decode"
 pytestmark = pytest.mark.usefixtures("any_operator")

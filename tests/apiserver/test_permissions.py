@@ -11,14 +11,14 @@ import pytest
 from kubernetes import client
 
 from mmd_api.resource import GROUP, PLURAL, VERSION
-from mmd_operator.pauses import Pauses
-from tests.support.control_plane import ControlPlane
-from tests.support.definitions import OF_USERS, installed
-from tests.support.deployments import ANOTHER_MODEL, SPEC
-from tests.support.exposure import EXPOSED
-from tests.support.groups import GROUPS, GroupController
-from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, counted, eventually, is_gone
+from mmd_operator.kube.pauses import Pauses
+from support.cluster.control_plane import ControlPlane
+from support.cluster.definitions import OF_USERS, installed
+from support.cluster.deployments import ANOTHER_MODEL, SPEC
+from support.cluster.exposure import EXPOSED
+from support.cluster.groups import GROUPS, GroupController
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, counted, eventually, is_gone
 
 from .fleet import Fleet, assert_drain_requested, assert_replaced
 from .rights import RULES, bind, token_of

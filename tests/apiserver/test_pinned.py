@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mmd_operator.contest import FREE_REPAIRS
+from mmd_operator.kube.contests import FREE_REPAIRS
 from mmd_operator.resources.naming import INPUTS_ANNOTATION, REVISION_LABEL
-from tests.support.deployments import ANOTHER_MODEL, SPEC
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import Namespace
+from support.cluster.deployments import ANOTHER_MODEL, SPEC
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import Namespace
 
 from .fleet import Fleet
 

@@ -11,9 +11,9 @@ from kubernetes import client
 
 from mmd_api.pool_resource import POOL_KIND, POOL_PLURAL
 from mmd_api.resource import API_VERSION, GROUP, VERSION
-from tests.support.control_plane import binaries
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import Namespace
+from support.cluster.control_plane import binaries
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import Namespace
 
 from .fleet import IDLE, Fleet, assert_condition, assert_drain_requested, scaled
 

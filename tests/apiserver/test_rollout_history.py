@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from mmd_api.history import COMPLETED_ANNOTATION, SPEC_LABEL, spec_digest
 from mmd_api.pipeline import pipeline_revision
 from mmd_cli.commands.rollout import _status, rollout
-from mmd_operator.pauses import Pauses
-from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
-from tests.support.operator_process import OperatorProcess
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import WAIT_SECONDS, Namespace, eventually, forget_the_dead
+from mmd_operator.kube.pauses import Pauses
+from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import WAIT_SECONDS, Namespace, eventually, forget_the_dead
 
 FIRST, SECOND = SPEC, {**SPEC, **ANOTHER_MODEL}
 OLD, NEW = (pipeline_revision(deployment(spec).spec) for spec in (FIRST, SECOND))

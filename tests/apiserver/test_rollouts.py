@@ -6,8 +6,8 @@ import pytest
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.resources.naming import REVISION_LABEL
-from tests.support.deployments import ANOTHER_MODEL, FIRST_MODEL, SPEC, deployment
-from tests.support.standin import Namespace, eventually
+from support.cluster.deployments import ANOTHER_MODEL, FIRST_MODEL, SPEC, deployment
+from support.cluster.standin import Namespace, eventually
 
 pytestmark = pytest.mark.usefixtures("any_operator")
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import Namespace, forget_the_dead
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import Namespace, forget_the_dead
 
 from .fleet import BUSY, IDLE, Fleet, assert_condition, assert_drain_requested, assert_replaced, scaled
 

@@ -13,9 +13,9 @@ pytest.importorskip("kubernetes")
 from kubernetes import client
 
 from mmd_api.resource import GROUP, PLURAL, VERSION, MultimodalDeployment, load
-from mmd_operator.plan import plan_objects
 from mmd_operator.resources.nats import with_passwords
-from tests.support.manifests import BadManifest, bad_manifests, base_manifest
+from mmd_operator.resources.plan import plan_objects
+from support.cluster.manifests import BadManifest, bad_manifests, base_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ON_ONE_MACHINE_ONLY = "qwen2_5_vl-random.yaml"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.certificates import Authority
-from tests.support.deployments import SPEC
-from tests.support.shared_server import AnyOperator
-from tests.support.standin import Namespace
+from support.cluster.deployments import SPEC
+from support.cluster.shared_server import AnyOperator
+from support.cluster.standin import Namespace
+from support.servers.certificates import Authority
 
 from .fleet import assert_gateway_fault_shown
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mmd_operator.pauses import PRODUCTION, Pauses
-from tests.support.control_plane import ControlPlane, answers
-from tests.support.deployments import ANOTHER_MODEL, SPEC
-from tests.support.operator_process import OperatorProcess
-from tests.support.standin import Namespace, eventually
-from tests.support.unruly_server import UnrulyServer
+from mmd_operator.kube.pauses import PRODUCTION, Pauses
+from support.cluster.control_plane import ControlPlane, answers
+from support.cluster.deployments import ANOTHER_MODEL, SPEC
+from support.cluster.operator_process import OperatorProcess
+from support.cluster.standin import Namespace, eventually
+from support.cluster.unruly_server import UnrulyServer
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from mmd_operator.observed import FIELD_MANAGER
-from mmd_operator.pauses import Pauses
+from mmd_operator.kube.pauses import Pauses
+from mmd_operator.observed.observed import FIELD_MANAGER
 from mmd_operator.resources.naming import APPLIED_ANNOTATION, INPUTS_ANNOTATION
-from tests.support.control_plane import ControlPlane
-from tests.support.deployments import SPEC
-from tests.support.operator_process import OperatorProcess, another_release
-from tests.support.standin import Namespace, eventually
+from support.cluster.control_plane import ControlPlane
+from support.cluster.deployments import SPEC
+from support.cluster.operator_process import OperatorProcess, another_release
+from support.cluster.standin import Namespace, eventually
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from kubernetes import client
 
 from mmd_api.crd import custom_resource_definition
-from tests.support.deployments import SPEC
-from tests.support.standin import Namespace, eventually
+from support.cluster.deployments import SPEC
+from support.cluster.standin import Namespace, eventually
 
 pytestmark = pytest.mark.xdist_group("cluster-wide")
 Schema = dict[str, Any]

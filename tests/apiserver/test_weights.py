@@ -9,9 +9,9 @@ import pytest
 
 from mmd_api.contract import paths
 from mmd_api.contract.weights import EXIT_STATUS, WeightsProgress
-from tests.support.deployments import SPEC
-from tests.support.standin import Namespace, eventually, is_gone
-from tests.support.weights_server import WeightsServer
+from support.cluster.deployments import SPEC
+from support.cluster.standin import Namespace, eventually, is_gone
+from support.servers.weights_server import WeightsServer
 
 pytestmark = pytest.mark.usefixtures("any_operator")
 

@@ -14,7 +14,7 @@ from mmd_operator.autoscaling.history import Extremes
 from mmd_operator.autoscaling.policy import Window
 from mmd_operator.autoscaling.signals import Observation
 from mmd_operator.autoscaling.sizing import State
-from mmd_operator.sentences import sentence_of
+from mmd_operator.resources.sentences import sentence_of
 
 from .autoscaling_timeline import ENCODER, START, Pool, encode_load
 

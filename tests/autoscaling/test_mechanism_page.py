@@ -8,7 +8,7 @@ from pathlib import Path
 from mmd_operator.autoscaling import HARD_LIMITS, LIMITS, SIGNAL_METRICS
 from mmd_operator.autoscaling.coordinate import COUPLING, share_gpu_budget
 from mmd_operator.autoscaling.decide import REPORTS, RULES
-from mmd_operator.sentences import sentence_of
+from mmd_operator.resources.sentences import sentence_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "autoscaling-mechanism.md").read_text()
 

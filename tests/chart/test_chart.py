@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from mmd_operator.resources.naming import ADMIN_PORT
-from tests.support.chart import CHART, REPOSITORY, helm, helm_folder, objects, render
-from tests.support.control_plane import binaries
-from tests.support.policies import Place, lets_through
+from support.cluster.chart import CHART, REPOSITORY, helm, helm_folder, objects, render
+from support.cluster.control_plane import binaries
+from support.cluster.policies import Place, lets_through
 
 CRDS = ("multimodaldeployments", "multimodalpools")
 RULES = REPOSITORY / "operator" / "mmd_operator" / "rules.yaml"

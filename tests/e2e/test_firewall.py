@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from e2e.own_cluster.firewall import NETWORK, STRAYS, removal
-from tests.support.needed import lacking
+from support.harness.needed import lacking
 
 ROOT = Path(__file__).parents[2]
 OURS = f'-m comment --comment "name: \\"{NETWORK}\\" id: \\"0a1b\\""'

@@ -9,11 +9,11 @@ from mmd_api.contract.errors import UnsupportedModelError
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.prompt import KvLayout, LoweredPrompt
-from tests.support.engine_oracle import SMALL, llama
+from support.oracles.engine_oracle import SMALL, llama
 
 TOKENS = 40
 

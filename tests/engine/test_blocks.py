@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mmd_api.contract.errors import OverloadedError
-from mmd_workers.engine.blocks import BlockPool, block_hash, extend_identities
+from mmd_workers.engine.memory.blocks import BlockPool, block_hash, extend_identities
 
 
 class PoolMachine(RuleBasedStateMachine):

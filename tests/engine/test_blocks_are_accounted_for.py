@@ -19,9 +19,9 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.contract.sampling import Guidance
 from mmd_workers.engine import attention
-from mmd_workers.engine.blocks import extend_identities
+from mmd_workers.engine.memory.blocks import extend_identities
 from mmd_workers.kv.leases import LeaseTable
-from tests.support.engine_oracle import TextModel, greedy, llama, make_engine, prompt_of, text_input
+from support.oracles.engine_oracle import TextModel, greedy, llama, make_engine, prompt_of, text_input
 
 BLOCKS, BLOCK_TOKENS, WINDOW, CHUNK = 14, 4, 6, 8
 LEASE_SECONDS = 5.0

@@ -13,11 +13,12 @@ from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.cpu import library, modules
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.prompt import KvLayout, LoweredPrompt
-from tests.support.engine_oracle import (
+from support.harness.needed import NO_COMPILER, lacking
+from support.oracles.engine_oracle import (
     SMALL,
     TEXT_MODELS,
     TextModel,
@@ -27,7 +28,6 @@ from tests.support.engine_oracle import (
     run,
     text_input,
 )
-from tests.support.needed import NO_COMPILER, lacking
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmd_workers.engine.drafts import ROW_SHARE_BEFORE, Drafts, PromptLookup, RowCosts
+from mmd_workers.engine.choosing.drafts import ROW_SHARE_BEFORE, Drafts, PromptLookup, RowCosts
 from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
-from tests.support.devices import DEVICE
-from tests.support.engine_oracle import (
+from support.oracles.devices import DEVICE
+from support.oracles.engine_oracle import (
     SMALL,
     TEXT_MODELS,
     Outcome,

@@ -5,9 +5,9 @@ import functools
 import pytest
 
 from mmd_api.contract.errors import CapacityError, OverloadedError
-from mmd_workers.engine.blocks import extend_identities, root_of
 from mmd_workers.engine.interface import StepOutput
-from tests.support.engine_oracle import (
+from mmd_workers.engine.memory.blocks import extend_identities, root_of
+from support.oracles.engine_oracle import (
     TEXT_MODELS,
     Outcome,
     TextModel,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mmd_workers.engine.estimates import Estimates
 from mmd_workers.engine.interface import SampledToken, StepOutput
+from mmd_workers.engine.pacing.estimates import Estimates
 
 
 def decoded(sequences: int, tokens_each: int, seconds: float) -> StepOutput:

@@ -14,11 +14,12 @@ import transformers
 from mmd_workers.engine import fusion
 from mmd_workers.engine.cpu import layer as cpu_layer
 from mmd_workers.engine.cpu import library
-from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.model.prompt import KvLayout
-from tests.support.devices import cpu_only
-from tests.support.engine_oracle import (
+from support.harness.needed import NO_COMPILER, needs
+from support.oracles.devices import cpu_only
+from support.oracles.engine_oracle import (
     SMALL,
     TEXT_MODELS,
     TextModel,
@@ -29,7 +30,6 @@ from tests.support.engine_oracle import (
     text_input,
     vary,
 )
-from tests.support.needed import NO_COMPILER, needs
 
 LENGTHS = (3, 30, 21)
 TOKENS = 12

@@ -21,12 +21,13 @@ from llguidance import LLParserLimits
 import mmd_workers.model
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError
-from mmd_workers.engine.masks import FEWEST_IN_PARALLEL, Masks
-from mmd_workers.engine.sampler import Draw, sample
+from mmd_workers.engine.choosing.masks import FEWEST_IN_PARALLEL, Masks
+from mmd_workers.engine.choosing.sampler import Draw, sample
 from mmd_workers.model import grammar as grammar_module
 from mmd_workers.model.grammar import Grammars, load_tokenizer
-from tests.support.composites import CALLS
-from tests.support.engine_oracle import (
+from support.harness.waiting import DEADLINE_SECONDS
+from support.oracles.composites import CALLS
+from support.oracles.engine_oracle import (
     SMALL,
     Outcome,
     TextModel,
@@ -36,7 +37,6 @@ from tests.support.engine_oracle import (
     text_input,
     vary,
 )
-from tests.support.waiting import DEADLINE_SECONDS
 
 EOS = 2
 MODEL_VOCAB = 560  # more than the tokenizer's 543

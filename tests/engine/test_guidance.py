@@ -14,9 +14,9 @@ from mmd_api.contract.errors import (
     OverloadedError,
 )
 from mmd_api.contract.sampling import Guidance
-from mmd_workers.engine.guidance import guide
+from mmd_workers.engine.choosing.guidance import guide
 from mmd_workers.engine.interface import SequenceInput
-from tests.support.engine_oracle import (
+from support.oracles.engine_oracle import (
     TEXT_MODELS,
     Outcome,
     TextModel,

@@ -21,11 +21,11 @@ from transformers import (
 
 from mmd_api.contract.errors import OverloadedError, PreemptedError
 from mmd_api.contract.sampling import LogitRules
-from mmd_workers.engine import sampler
+from mmd_workers.engine.choosing import sampler
+from mmd_workers.engine.choosing.logit_rules import RuleState, apply_rules, rule_state
+from mmd_workers.engine.choosing.sampler import Draw, sample
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
-from mmd_workers.engine.logit_rules import RuleState, apply_rules, rule_state
-from mmd_workers.engine.sampler import Draw, sample
-from tests.support.engine_oracle import TextModel, llama, make_engine, prompt_of, qwen2, run
+from support.oracles.engine_oracle import TextModel, llama, make_engine, prompt_of, qwen2, run
 
 VOCAB = 40
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)

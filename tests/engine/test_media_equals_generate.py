@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import random_model
 from mmd_api.contract.sampling import Guidance
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
-from tests.support.engine_oracle import Outcome, make_engine, run
+from support.oracles import random_model
+from support.oracles.engine_oracle import Outcome, make_engine, run
 
-zoo = pytest.importorskip("tests.support.model_zoo")
+zoo = pytest.importorskip("support.oracles.model_zoo")
 NEW_TOKENS = 12
 
 pytestmark = pytest.mark.models

@@ -8,22 +8,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.contract.sampling import LogitRules
-from mmd_workers import memory
+from mmd_workers.basics import memory
+from mmd_workers.basics.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.engine import attention, profile
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.choosing.logit_rules import rule_state
+from mmd_workers.engine.choosing.sampler import Draw, compute
 from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.logit_rules import rule_state
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.profile import LiveBytes, activation_bytes, fused_kernel, gpu_kernel
-from mmd_workers.engine.sampler import Draw, compute
 from mmd_workers.engine.sequence import Sequence
-from mmd_workers.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model.prompt import KvLayout
-from tests.support.devices import cpu_only
-from tests.support.engine_oracle import SMALL, TextModel, llama, vary
-from tests.support.needed import NO_COMPILER, needs
+from support.harness.needed import NO_COMPILER, needs
+from support.oracles.devices import cpu_only
+from support.oracles.engine_oracle import SMALL, TextModel, llama, vary
 
 GIB = 1024 * MEBIBYTE
 POOL = {

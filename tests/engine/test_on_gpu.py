@@ -9,13 +9,21 @@ import torch
 from mmd_workers.engine.attention import torch_kernel
 from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.prompt import KvLayout
-from tests.support.devices import DEVICE, needs_gpu
-from tests.support.engine_oracle import TEXT_MODELS, TextModel, llama, make_engine, prompt_of, run, text_input
+from support.oracles.devices import DEVICE, needs_gpu
+from support.oracles.engine_oracle import (
+    TEXT_MODELS,
+    TextModel,
+    llama,
+    make_engine,
+    prompt_of,
+    run,
+    text_input,
+)
 
 pytestmark = needs_gpu
 
@@ -137,7 +145,7 @@ def run_memory(engine):
 LOSE = """
 import sys, torch
 from mmd_api.contract.errors import DeviceLostError
-from mmd_workers.device import check_device
+from mmd_workers.basics.device import check_device
 device = torch.device(sys.argv[1])
 try:
     torch.empty(1 << 50, dtype=torch.uint8, device=device)

@@ -8,12 +8,13 @@ import pytest
 import torch
 import transformers
 
-from mmd_workers import packing
+from mmd_workers.basics import packing
 from mmd_workers.engine import attention
 from mmd_workers.engine.cpu import library
-from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.model.prompt import KvLayout
-from tests.support.engine_oracle import (
+from support.harness.needed import NO_COMPILER, lacking
+from support.oracles.engine_oracle import (
     TEXT_MODELS,
     Outcome,
     TextModel,
@@ -22,7 +23,6 @@ from tests.support.engine_oracle import (
     run,
     text_input,
 )
-from tests.support.needed import NO_COMPILER, lacking
 
 KV_DTYPES = ("Int8", "Fp8")
 TOKENS = 16

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmd_workers.engine.blocks import BlockPool
-from mmd_workers.engine.cache_changes import CacheChanges
+from mmd_workers.engine.memory.blocks import BlockPool
+from mmd_workers.engine.memory.cache_changes import CacheChanges
 
 IDENTITIES = [bytes([number]) for number in range(12)]
 

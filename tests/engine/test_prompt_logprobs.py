@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmd_workers.engine.interface import SequenceInput
-from tests.support.engine_oracle import (
+from support.oracles.engine_oracle import (
     TEXT_MODELS,
     TextModel,
     greedy,

@@ -3,7 +3,7 @@
 import torch
 
 from mmd_workers.model.prompt import Feature
-from tests.support.engine_oracle import (
+from support.oracles.engine_oracle import (
     TEXT_MODELS,
     Outcome,
     TextModel,

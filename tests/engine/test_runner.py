@@ -10,9 +10,9 @@ import torch
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError, StepFailedError
 from mmd_workers.engine.interface import SamplingParams
 from mmd_workers.engine.runner import MAX_COMMANDS, EngineRunner
-from tests.support.devices import cpu_only
-from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
-from tests.support.waiting import until
+from support.harness.waiting import until
+from support.oracles.devices import cpu_only
+from support.oracles.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
 
 
 class Collector:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmd_workers.engine.choosing.sampler import Draw, sample, uniform
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.sampler import Draw, sample, uniform
 
 
 def draw(index=0, **parameters):

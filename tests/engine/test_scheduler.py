@@ -2,11 +2,11 @@
 
 import pytest
 
-from mmd_workers.engine.blocks import block_hash
 from mmd_workers.engine.interface import SamplingParams
+from mmd_workers.engine.memory.blocks import block_hash
 from mmd_workers.engine.scheduler import MAX_OVERTAKEN, MAX_PASSED
 from mmd_workers.engine.sequence import Sequence, SequenceState
-from tests.support.scheduler_bench import Bench
+from support.oracles.scheduler_bench import Bench
 
 
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget():

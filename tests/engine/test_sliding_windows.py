@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.errors import BadLogitsError, CountMismatchError
 from mmd_workers.engine import attention
-from mmd_workers.engine.blocks import extend_identities
-from tests.support.engine_oracle import (
+from mmd_workers.engine.memory.blocks import extend_identities
+from support.oracles.engine_oracle import (
     TEXT_MODELS,
     Outcome,
     TextModel,
@@ -20,7 +20,7 @@ from tests.support.engine_oracle import (
     run,
     text_input,
 )
-from tests.support.scheduler_bench import Bench
+from support.oracles.scheduler_bench import Bench
 
 WINDOW, BLOCK, NEW_TOKENS = 8, 4, 40
 MOST_HELD = 3  # blocks of 4 over the 7 tokens before a row, and its own

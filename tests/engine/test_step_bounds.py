@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mmd_api.contract.steps import StepBound
 from mmd_workers.engine.interface import StepOutput
-from mmd_workers.engine.pace import Pace
+from mmd_workers.engine.pacing.pace import Pace
 from mmd_workers.engine.pieces import CONTEXT_DIVISOR
 from mmd_workers.engine.scheduler import StepPlan
 from mmd_workers.engine.sequence import Sequence
-from tests.support.scheduler_bench import Bench
+from support.oracles.scheduler_bench import Bench
 
 BOUND = 0.1
 CHUNK = 512

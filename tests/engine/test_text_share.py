@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from mmd_api.contract.steps import StepBound
 from mmd_api.contract.text_share import TextShare
 from mmd_workers.engine.interface import StepOutput
-from mmd_workers.engine.pace import Pace
+from mmd_workers.engine.pacing.pace import Pace
 from mmd_workers.engine.scheduler import StepPlan
 from mmd_workers.engine.sequence import Sequence
-from tests.support.scheduler_bench import Bench
+from support.oracles.scheduler_bench import Bench
 
 CHUNK = 100
 

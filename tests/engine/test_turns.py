@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from mmd_workers.engine import turns
+from mmd_workers.engine.pacing import cpu_turns
+from mmd_workers.engine.pacing.cpu_turns import Turns
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.engine.turns import Turns
-from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
+from support.oracles.engine_oracle import TextModel, generate, llama, make_engine, prompt_of, text_input
 
 OTHER = """
 import sys, time
 from pathlib import Path
-from mmd_workers.engine.turns import POLL_SECONDS, Turns
+from mmd_workers.engine.pacing.cpu_turns import POLL_SECONDS, Turns
 
 turns = Turns(Path(sys.argv[1]))
 waits = False
@@ -88,14 +88,14 @@ def until_taken(own: Turns) -> float:
     """Ask as an engine's thread does; how long it took."""
     begun = time.monotonic()
     while not own.take():
-        time.sleep(turns.POLL_SECONDS)
+        time.sleep(cpu_turns.POLL_SECONDS)
     return time.monotonic() - begun
 
 
 def test_one_computes_after_the_other_and_nobody_twice_while_another_waits(
     own: Turns, other: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(cpu_turns, "PATIENCE_SECONDS", 60.0)
     assert own.take()
     second = other()
     assert second.says() == "waits"
@@ -113,7 +113,7 @@ def test_one_computes_after_the_other_and_nobody_twice_while_another_waits(
 def test_a_process_that_is_killed_in_its_turn_holds_nobody_up(
     own: Turns, other: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(cpu_turns, "PATIENCE_SECONDS", 60.0)
     first = other()
     assert first.says() == "computes"
     assert not own.take()
@@ -127,7 +127,7 @@ def test_a_process_that_is_frozen_in_its_turn_delays_another_once(
     first = other()
     assert first.says() == "computes"
     first.process.send_signal(signal.SIGSTOP)
-    assert until_taken(own) >= turns.PATIENCE_SECONDS
+    assert until_taken(own) >= cpu_turns.PATIENCE_SECONDS
     for _ in range(3):
         own.give()
         assert own.take(), "it computes beside the other"
@@ -152,7 +152,7 @@ def test_who_has_nothing_to_compute_any_more_leaves_the_queue(own: Turns, other:
 BUSY = """
 import sys, time
 from pathlib import Path
-from mmd_workers.engine.turns import POLL_SECONDS, Turns
+from mmd_workers.engine.pacing.cpu_turns import POLL_SECONDS, Turns
 
 turns, steps, end = Turns(Path(sys.argv[1])), [float(s) for s in sys.argv[3].split(",")], time.monotonic() + float(sys.argv[2])
 taken = vain = 0
@@ -183,7 +183,7 @@ def test_busy_processes_keep_taking_turns(file: Path, steps: list[str]) -> None:
 async def test_an_engine_obeys_while_it_waits_for_its_turn_and_steps_in_it(
     file: Path, other: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(cpu_turns, "PATIENCE_SECONDS", 60.0)
     first = other()
     assert first.says() == "computes"
     model, prompt, tokens = TextModel(llama()), prompt_of(9, 1), list[int]()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from playwright.async_api import Page, async_playwright
 
-from tests.support.needed import lacking
+from support.harness.needed import lacking
 
 
 def chromium() -> str:

@@ -12,16 +12,16 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from examples import random_model
 from mmd_api.contract.subjects import Subjects
 from mmd_cli.local.pods import free_port
-from mmd_workers.gateway import leave, service
+from mmd_workers.gateway.process import gateway_process, leave
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.frontend import HfFrontend, load_frontend
-from mmd_workers.settings import WorkerSettings
-from mmd_workers.warmup import media_steps
+from mmd_workers.process.settings import WorkerSettings
+from mmd_workers.process.warmup import media_steps
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import until
+from support.harness.waiting import until
+from support.oracles import random_model
 
 from .running import Launch, Running, pipeline_config
 
@@ -63,7 +63,7 @@ async def launch(
         """`with_decoders`: decode processes start with the gateway, as they do in production, and not with the first medium. Their start takes
         longer than most tests, which have none.
         """
-        monkeypatch.setattr(service, "media_steps", media_steps if with_decoders else lambda *_: {})
+        monkeypatch.setattr(gateway_process, "media_steps", media_steps if with_decoders else lambda *_: {})
         monkeypatch.setattr(DecodePool, "start", START_POOL if with_decoders else start_at_first_use)
         name = beside.subjects.name if beside is not None else f"gateway{next(_names)}"
         pipeline = pipeline_config(
@@ -82,7 +82,7 @@ async def launch(
             tls_folder=tls_folder,
         )
         stop = asyncio.Event()
-        task = asyncio.create_task(service.serve(settings, stop))
+        task = asyncio.create_task(gateway_process.serve(settings, stop))
         # Without TLS nobody is trusted: to read the authorities for a client takes 30 ms.
         url = f"{'https' if trusted else 'http'}://127.0.0.1:{settings.http_port}"
         http = httpx.AsyncClient(base_url=url, timeout=30, verify=trusted or False)

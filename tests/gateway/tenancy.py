@@ -11,7 +11,7 @@ import yaml
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.tenants import hash_of
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 from .process import BODY
 from .scripted import ScriptedWorker, answer_well

@@ -8,7 +8,7 @@ import httpx
 import nats
 from PIL import Image
 
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 from .running import Running
 

@@ -9,7 +9,7 @@ import torch
 from mmd_api.contract.errors import MmdError
 from mmd_workers.kv import chunks
 from mmd_workers.kv.links import LinkManager
-from tests.support.waiting import DEADLINE_SECONDS
+from support.harness.waiting import DEADLINE_SECONDS
 
 LAYOUT = SimpleNamespace(num_layers=3, num_kv_heads=[4, 2, 4], head_dim=[64, 128, 96], dtype="bfloat16")
 context = multiprocessing.get_context("forkserver")

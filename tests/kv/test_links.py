@@ -16,8 +16,8 @@ from mmd_api.contract.errors import BackendUnavailableError, LinkError, Overload
 from mmd_workers.kv import chunks, links, nccl, rendezvous, sentinel
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.sequences.links import KvLinks
-from tests.support.backends import needs_nixl
-from tests.support.waiting import DEADLINE_SECONDS, wait_until
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
+from support.serving.backends import needs_nixl
 
 from .kv_peer import LAYOUT, Peer, pattern
 

@@ -21,8 +21,8 @@ from mmd_workers.kv import chunks, nixl
 from mmd_workers.kv.link import PIECE_BYTES
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.kv.nixl import _READY, _WRITTEN, MAX_METADATA_BYTES, MAX_SLOTS, NixlLink
-from tests.support.backends import needs_nixl
-from tests.support.waiting import DEADLINE_SECONDS
+from support.harness.waiting import DEADLINE_SECONDS
+from support.serving.backends import needs_nixl
 
 from .kv_peer import Peer, pattern
 

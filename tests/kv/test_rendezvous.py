@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from mmd_api.contract.errors import LinkError
 from mmd_workers.kv import rendezvous
 from mmd_workers.kv.rendezvous import _VALUE, MAX_VALUE_BYTES, PairStore, Rendezvous, call
-from tests.support.waiting import DEADLINE_SECONDS, wait_until
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
 
 SOON = 0.3
 

@@ -19,9 +19,9 @@ from mmd_cli.local.engines import EngineMissingError, Interpreter, interpreter_f
 from mmd_cli.local.forkserver import IDLE_NICE, ForkedProcess, ForkServer
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import GaveUpError, Supervisor
-from tests.support.clock import FakeClock
-from tests.support.needed import lacking
-from tests.support.waiting import until
+from support.harness.clock import FakeClock
+from support.harness.needed import lacking
+from support.harness.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.processes]
 SECONDS = 60.0

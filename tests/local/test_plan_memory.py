@@ -15,7 +15,7 @@ from mmd_api.spec.model import ModelSpec
 from mmd_cli import plan_memory
 from mmd_cli.local import up
 from mmd_cli.program import build
-from mmd_workers.memory import MEBIBYTE
+from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.model import source
 from mmd_workers.model.encoder import load_encoder
 from mmd_workers.model.language import load_language_model

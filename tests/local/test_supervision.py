@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from mmd_cli.local.pods import free_port
-from tests.support.local_deployment import ROOT
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.serving.local_deployment import ROOT
 
 SECONDS = 240
 

@@ -16,8 +16,8 @@ import pytest
 from mmd_cli.local.forkserver import ForkedProcess
 from mmd_cli.local.pods import LocalPod, free_port
 from mmd_cli.local.supervisor import NATS, GaveUpError, PodProcess, Supervisor
-from tests.support.clock import FakeClock
-from tests.support.waiting import until
+from support.harness.clock import FakeClock
+from support.harness.waiting import until
 
 NEVER = float("inf")
 WORKER = """

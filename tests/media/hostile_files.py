@@ -1,4 +1,4 @@
-"""Files made to mislead, from fields: with a valid structure, since what is merely damaged is `tests.support.mutations`."""
+"""Files made to mislead, from fields: with a valid structure, since what is merely damaged is `support.serving.mutations`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-from tests.support.mutations import FILES
+from support.serving.mutations import FILES
 
 from .layouts import part
 from .media_samples import audio_bytes, image_bytes, video_bytes

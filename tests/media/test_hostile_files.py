@@ -17,7 +17,7 @@ from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.sandbox import DecodePool
-from tests.support.mutations import FAULTS, check, opened, originals
+from support.serving.mutations import FAULTS, check, opened, originals
 
 from .hostile_files import (
     CHAPTER,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmd_workers.media.sandbox import DecodePool
-from tests.support import mutations
+from support.serving import mutations
 
 FILES = 1500
 

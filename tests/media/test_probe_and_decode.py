@@ -20,7 +20,7 @@ from mmd_workers.media import containers
 from mmd_workers.media import decode as decode_module
 from mmd_workers.media.decode import decode_audio, decode_image, decode_video
 from mmd_workers.media.probe import probe, resampled_num_samples
-from tests.support.films import film
+from support.oracles.films import film
 
 from .media_samples import (
     AUDIO_KINDS,

@@ -19,8 +19,8 @@ from mmd_workers.media.decode import decode_audio, decode_image
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
-from tests.support.films import film
-from tests.support.waiting import until
+from support.harness.waiting import until
+from support.oracles.films import film
 
 from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
 

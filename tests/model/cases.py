@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mmd_api.spec.media import MediaPolicy
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 Case = Callable[[], list["str | zoo.Medium"]]
 

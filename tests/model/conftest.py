@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from examples import random_model
+from support.oracles import random_model
 
 
 @pytest.fixture(scope="session", autouse=True)

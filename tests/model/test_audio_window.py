@@ -10,9 +10,9 @@ import pytest
 from mmd_api.contract.errors import UnsupportedInputError
 from mmd_api.spec.media import AudioPolicy, MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.gateway.usage import usage_of
+from mmd_workers.gateway.answers.usage import usage_of
 from mmd_workers.model.frontend import HfFrontend, load_frontend
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 Checkpoint = Callable[[str], Path]
 RATE = 16_000

@@ -13,8 +13,8 @@ from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.fusion import is_fused
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.model.language import load_language_model
-from tests.support import model_zoo as zoo
-from tests.support.devices import DEVICE
+from support.oracles import model_zoo as zoo
+from support.oracles.devices import DEVICE
 
 from .cases import CASES, ORACLE
 

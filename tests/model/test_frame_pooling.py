@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import check_models
-from examples import random_model
 from mmd_api.contract.errors import UnsupportedModelError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
@@ -20,7 +19,8 @@ from mmd_workers.model import frame_pooling
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.prompt import Feature, MediumLayout, SamplingPlan
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
+from support.oracles import random_model
 
 Checkpoint = Callable[[str], Path]
 SINGLE_FRAMES = ("internvl", "llava_next_video", "llava_onevision", "smolvlm", "video_llava")

@@ -19,7 +19,7 @@ from mmd_api.spec.media import MediaPolicy, VideoPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.model import frontend as frontend_module
 from mmd_workers.model.frontend import load_frontend
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 pytestmark = pytest.mark.models
 

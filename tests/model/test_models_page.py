@@ -11,7 +11,7 @@ import runpy
 from pathlib import Path
 
 from mmd_workers.model.adapters import ADAPTERS
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 from .cases import CASES, ORACLE
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mmd_api.contract.errors import BadLogitsError, CountMismatchError, UnsupportedModelError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.device import run_isolating
+from mmd_workers.basics.device import run_isolating
 from mmd_workers.engine.cpu import library
 from mmd_workers.model import roles, source
 from mmd_workers.model.encoder import load_encoder
@@ -28,7 +28,7 @@ from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.language import load_language_model
 from mmd_workers.model.prompt import Feature, LoweredPrompt
 from mmd_workers.model.roles import Absent
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 pytestmark = pytest.mark.models
 

@@ -21,7 +21,7 @@ from mmd_workers.model import frontend
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.prompt import PromptLayout
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 pytestmark = pytest.mark.models
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bench import check_models
-from examples import random_model
 from mmd_workers.model.encoder import HfEncoderModel
 from mmd_workers.model.prompt import Feature, ProcessedMedium
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
+from support.oracles import random_model
 
 Checkpoint = Callable[[str], Path]
 MULTIMODAL = [arch for arch, modalities in zoo.MODALITIES.items() if modalities]

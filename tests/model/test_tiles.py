@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmd_api.contract.errors import UnsupportedModelError
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 Checkpoint = Callable[[str], Path]
 TILED = {"internvl": 2, "llava_next": 2, "llava_onevision": 2, "idefics3": 1, "smolvlm": 1}

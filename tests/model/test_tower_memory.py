@@ -21,12 +21,12 @@ from mmd_cli import plan_memory
 from mmd_cli.local import up
 from mmd_cli.plan_memory import PROCESS_BYTES
 from mmd_cli.program import build
+from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.encoder import profile
 from mmd_workers.encoder.profile import Growth, tower_memory
-from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
 from mmd_workers.model.prompt import Feature, ProcessedMedium
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 from .cases import small_media
 

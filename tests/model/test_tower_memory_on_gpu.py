@@ -14,12 +14,12 @@ from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_api.spec.pools import EncoderBatching
+from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.encoder import profile
 from mmd_workers.encoder.profile import tower_memory
-from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
-from tests.support import model_zoo as zoo
-from tests.support.devices import DEVICE, needs_gpu
+from support.oracles import model_zoo as zoo
+from support.oracles.devices import DEVICE, needs_gpu
 
 from .cases import small_media
 

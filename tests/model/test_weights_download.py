@@ -33,7 +33,7 @@ from mmd_workers.weights.cache import MANIFEST, PARTIAL, CachedFiles
 from mmd_workers.weights.download import prefetch
 from mmd_workers.weights.names import check_names
 from mmd_workers.weights.progress import DownloadProgress
-from tests.support.weights_server import CHECKSUMS, WeightsServer
+from support.servers.weights_server import CHECKSUMS, WeightsServer
 
 PIECE = 64 * 1024
 WEIGHTS = "model.safetensors"

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import Metrics
-from tests.support.prometheus_server import RULES, documented_job, program
+from support.servers.prometheus_server import RULES, documented_job, program
 
 CASES = Path(__file__).with_name("alerts_test.yaml")
 RUNBOOKS = Path(__file__).resolve().parents[2] / "docs" / "runbooks.md"

@@ -19,11 +19,11 @@ import pytest
 
 from mmd_api.contract.subjects import Subjects
 from mmd_cli.local.pods import LocalPod
-from tests.support.local_deployment import Deployment
-from tests.support.observed_fixture import load, observed_deployment, scrape
-from tests.support.prometheus_server import Prometheus, hurried
-from tests.support.under_load import AT_ONCE, about_videos, clients, frozen
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.servers.prometheus_server import Prometheus, hurried
+from support.serving.local_deployment import Deployment
+from support.serving.observed_fixture import load, observed_deployment, scrape
+from support.serving.under_load import AT_ONCE, about_videos, clients, frozen
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.contract.metric_table import MetricTable, counter, section
-from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_workers.observe.metrics import LABELS, Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_operator_and_workers_share_no_name() -> None:
     assert len(names) == len(set(names))
 
 
-QUERIED_IN = ("charts", "cli", "bench", "e2e", "tests/support")
+QUERIED_IN = ("charts", "cli", "bench", "e2e", "support")
 ELSEWHERE = {"mmd_" + name for name in ("api", "workers", "operator", "cli", "dashboards")}
 """What else begins like a metric: our packages."""
 

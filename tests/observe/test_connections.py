@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from mmd_workers.observe import server as module
 from mmd_workers.observe.server import HttpServer
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 LIMIT = 3
 ADDRESS = "127.0.0.1"

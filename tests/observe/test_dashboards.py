@@ -23,10 +23,10 @@ from mmd_cli.samples import draw
 from mmd_dashboards import grafana
 from mmd_dashboards.boards import BOARDS
 from mmd_dashboards.queries import OURS, ROLLOUT, STARTED, filled
-from tests.support.local_deployment import Deployment
-from tests.support.observed_fixture import ask, content, load
-from tests.support.prometheus_server import Prometheus
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.servers.prometheus_server import Prometheus
+from support.serving.local_deployment import Deployment
+from support.serving.observed_fixture import ask, content, load
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 

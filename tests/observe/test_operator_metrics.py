@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_api.status import PoolStatus
-from mmd_operator.condition_state import ConditionState
-from mmd_operator.metrics import Counts, DeploymentSnapshot, OperatorMetrics
-from mmd_operator.problems import Problem
+from mmd_operator.kube.metrics import Counts, DeploymentSnapshot, OperatorMetrics
+from mmd_operator.observed.condition_state import ConditionState
+from mmd_operator.observed.problems import Problem
 
 Labels = tuple[tuple[str, str], ...]
 NO_GPU = Problem("NoGpu", "decode", "no GPU", "add one", pods=2, revision="a")

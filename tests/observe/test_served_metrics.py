@@ -9,9 +9,9 @@ import pytest
 
 from mmd_cli.samples import draw
 from mmd_workers.observe.metrics import Metrics
-from tests.support.local_deployment import Deployment
-from tests.support.observed_fixture import ask, content, load, scrape
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.serving.local_deployment import Deployment
+from support.serving.observed_fixture import ask, content, load, scrape
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 

@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from mmd_workers.gateway.certificate import load_pair
+from mmd_workers.gateway.access.certificate import load_pair
 from mmd_workers.observe import server as module
 from mmd_workers.observe import tls
 from mmd_workers.observe.server import HttpServer
-from tests.support.certificates import Authority
-from tests.support.waiting import is_closed, until
+from support.harness.waiting import is_closed, until
+from support.servers.certificates import Authority
 
 LIMIT = 3
 ADDRESS = "127.0.0.1"

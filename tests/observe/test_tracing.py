@@ -10,11 +10,11 @@ import pytest
 
 from mmd_cli.samples import draw
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.wire.messages import Phase
-from tests.support.local_deployment import Deployment
-from tests.support.observed_fixture import ask, content, load
-from tests.support.otlp_collector import Collector, Span
-from tests.support.waiting import wait_until
+from mmd_workers.wire.messages.message_parts import Phase
+from support.harness.waiting import wait_until
+from support.servers.otlp_collector import Collector, Span
+from support.serving.local_deployment import Deployment
+from support.serving.observed_fixture import ask, content, load
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 WORK = {"fetch", "layout", "queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "decode"}

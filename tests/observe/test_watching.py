@@ -17,11 +17,11 @@ from mmd_cli import slo_report, top
 from mmd_cli.gateways import GatewaySnapshot, Snapshot
 from mmd_cli.program import build
 from mmd_cli.samples import draw
-from mmd_workers.gateway.timeline import KEPT_REQUESTS
-from tests.support.local_deployment import Deployment
-from tests.support.observed_fixture import ask, content, load
-from tests.support.prometheus_server import RULES, Prometheus, program
-from tests.support.waiting import wait_until
+from mmd_workers.gateway.placement.timeline import KEPT_REQUESTS
+from support.harness.waiting import wait_until
+from support.servers.prometheus_server import RULES, Prometheus, program
+from support.serving.local_deployment import Deployment
+from support.serving.observed_fixture import ask, content, load
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.support.needed import lacking
+from support.harness.needed import lacking
 
 FLAGS = [
     "--no-sandbox",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.support.local_deployment import Deployment
+from support.serving.local_deployment import Deployment
 
 from .browser import Seen, chromium
 

@@ -13,8 +13,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect
 
 from mmd_cli.samples import Sample, draw
-from tests.support.local_deployment import Deployment, content
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.serving.local_deployment import Deployment, content
 
 from .browser import Seen
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples import random_model
-from tests.support.local_deployment import ROOT, Deployment
+from support.oracles import random_model
+from support.serving.local_deployment import ROOT, Deployment
 
 
 @pytest.fixture(scope="package", autouse=True)

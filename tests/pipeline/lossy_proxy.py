@@ -15,15 +15,15 @@ import msgpack
 from mmd_workers.wire import messages
 
 NESTED = {
-    messages.TensorHeader,
-    messages.FeatureRef,
-    messages.GivenFeature,
-    messages.Sampling,
-    messages.TokenLogprob,
-    messages.PromptLogprob,
-    messages.TokenItem,
-    messages.HeldSequence,
-    messages.Phase,
+    messages.message_parts.TensorHeader,
+    messages.message_parts.FeatureRef,
+    messages.encoder.GivenFeature,
+    messages.message_parts.Sampling,
+    messages.message_parts.TokenLogprob,
+    messages.message_parts.PromptLogprob,
+    messages.gateway.TokenItem,
+    messages.gateway.HeldSequence,
+    messages.message_parts.Phase,
 }
 """Parts of messages; everything else in `messages` goes over the wire by itself."""
 MESSAGES: tuple[type, ...] = tuple(

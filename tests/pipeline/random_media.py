@@ -10,7 +10,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.support import oracle
+from support.oracles import oracle
 
 CPU = {"gpus": 0}
 KV = {"kvCacheMebibytes": 64, **CPU}

@@ -17,11 +17,11 @@ import openai
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import Sample, draw
-from tests.support import oracle
-from tests.support.held import load_of
-from tests.support.local_deployment import Deployment, content
-from tests.support.promises import BrokenPromiseError, promise
-from tests.support.waiting import wait_until
+from support.harness.promises import BrokenPromiseError, promise
+from support.harness.waiting import wait_until
+from support.oracles import oracle
+from support.serving.held import load_of
+from support.serving.local_deployment import Deployment, content
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 MODEL = "builtin/demo"

@@ -14,9 +14,9 @@ import torch
 
 from mmd_api.faults import InvalidDeploymentError
 from mmd_cli.local import supervisor, up
-from tests.support import adapters, oracle
-from tests.support.engines import needs_vllm
-from tests.support.local_deployment import Deployment, write
+from support.oracles import adapters, oracle
+from support.serving.engines import needs_vllm
+from support.serving.local_deployment import Deployment, write
 
 from .random_media import CPU, KV, TOKENS, content, png
 from .redundant import busy, text_of

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from mmd_cli.client import media_part
 from mmd_cli.samples import draw
-from tests.support import oracle
-from tests.support.local_deployment import Deployment
+from support.oracles import oracle
+from support.serving.local_deployment import Deployment
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a list of prices when it is imported
 os.environ["LANGSMITH_TRACING"] = "false"

@@ -24,11 +24,11 @@ from mmd_cli.samples import draw
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.frames import find_frames
 from mmd_workers.media.probe import probe
-from tests.support import oracle
-from tests.support.films import film
-from tests.support.held import assert_nothing_held
-from tests.support.local_deployment import Deployment, content
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.oracles import oracle
+from support.oracles.films import film
+from support.serving.held import assert_nothing_held
+from support.serving.local_deployment import Deployment, content
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 
@@ -349,7 +349,7 @@ def test_the_questions_of_the_end_to_end_test_need_the_port_of_clients_only(
 
 
 def test_stopping_leaves_no_process(tmp_path: Path) -> None:
-    from tests.support.local_deployment import ROOT
+    from support.serving.local_deployment import ROOT
 
     with Deployment(ROOT / "examples" / "monolithic.yaml") as deployment:
         pids = [deployment.pid(pod) for pod in deployment.local.pods] + [deployment.local.nats.pid]

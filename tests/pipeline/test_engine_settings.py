@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from examples import random_model
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.spec.engine import EngineSpec
 from mmd_cli.local import supervisor, up
 from mmd_cli.local.engines import VLLM_ENVIRONMENT, engine_faults
-from mmd_operator.observed import MAX_TEXT_CHARACTERS, pod_of
-from tests.support.engines import needs_vllm
-from tests.support.local_deployment import write
+from mmd_operator.observed.observed import MAX_TEXT_CHARACTERS, pod_of
+from support.oracles import random_model
+from support.serving.engines import needs_vllm
+from support.serving.local_deployment import write
 
 from .random_media import KV
 

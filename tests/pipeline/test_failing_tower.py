@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from mmd_cli.samples import Sample, draw
-from mmd_workers.gateway.fallback import unread
-from tests.support.failing_tower import with_little_memory
-from tests.support.held import assert_nothing_held
-from tests.support.local_deployment import Deployment, content, write
-from tests.support.waiting import wait_until
+from mmd_workers.gateway.intake.fallback import unread
+from support.harness.waiting import wait_until
+from support.serving.failing_tower import with_little_memory
+from support.serving.held import assert_nothing_held
+from support.serving.local_deployment import Deployment, content, write
 
 from .redundant import MODEL, SPEC, TOKENS
 

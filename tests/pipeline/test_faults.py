@@ -22,12 +22,12 @@ from PIL import Image
 
 from mmd_cli.local import supervisor
 from mmd_cli.samples import Sample, draw
-from tests.support import oracle
-from tests.support.engines import ENGINES
-from tests.support.held import WORKERS, assert_nothing_held, held, load_of, scrape, workers
-from tests.support.local_deployment import Deployment, content, write
-from tests.support.promises import BrokenPromiseError, promise
-from tests.support.waiting import wait_until
+from support.harness.promises import BrokenPromiseError, promise
+from support.harness.waiting import wait_until
+from support.oracles import oracle
+from support.serving.engines import ENGINES
+from support.serving.held import WORKERS, assert_nothing_held, held, load_of, scrape, workers
+from support.serving.local_deployment import Deployment, content, write
 
 from .redundant import (
     DEMO,

@@ -18,10 +18,10 @@ from PIL import Image
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import draw
 from mmd_workers.media.document import render
-from tests.support import oracle
-from tests.support.held import assert_nothing_held, scrape
-from tests.support.local_deployment import Deployment, write
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.oracles import oracle
+from support.serving.held import assert_nothing_held, scrape
+from support.serving.local_deployment import Deployment, write
 
 from .redundant import DEMO, MODEL, SPEC, TOKENS
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.support import fuzzing
-from tests.support.fuzzing import fuzz, fuzzed_deployment
-from tests.support.held import assert_nothing_held
-from tests.support.local_deployment import Deployment
-from tests.support.repeating import HOWS
+from support.serving import fuzzing
+from support.serving.fuzzing import fuzz, fuzzed_deployment
+from support.serving.held import assert_nothing_held
+from support.serving.local_deployment import Deployment
+from support.serving.repeating import HOWS
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("fuzz"), pytest.mark.timeout(600)]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import oracle
-from tests.support.engines import needs_vllm
-from tests.support.local_deployment import Deployment, write
+from support.oracles import oracle
+from support.serving.engines import needs_vllm
+from support.serving.local_deployment import Deployment, write
 
 from .random_media import CPU, KV, TOKENS, content, mp4, png
 

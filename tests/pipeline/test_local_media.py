@@ -12,13 +12,13 @@ import pytest
 
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import Sample, draw
-from tests.support import oracle
-from tests.support.engines import ENGINES
-from tests.support.held import assert_nothing_held, load_of, scrape
-from tests.support.local_deployment import Deployment, write
-from tests.support.local_deployment import content as content_of
-from tests.support.under_load import frozen
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.oracles import oracle
+from support.serving.engines import ENGINES
+from support.serving.held import assert_nothing_held, load_of, scrape
+from support.serving.local_deployment import Deployment, write
+from support.serving.local_deployment import content as content_of
+from support.serving.under_load import frozen
 
 from .redundant import DEMO, MODEL, SPEC, TOKENS
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from mmd_cli.samples import draw
-from tests.support import oracle
-from tests.support.engines import ENGINES
-from tests.support.held import assert_nothing_held, scrape, workers
-from tests.support.local_deployment import Deployment, write
-from tests.support.local_deployment import content as content_of
-from tests.support.promises import promise
-from tests.support.waiting import wait_until
+from support.harness.promises import promise
+from support.harness.waiting import wait_until
+from support.oracles import oracle
+from support.serving.engines import ENGINES
+from support.serving.held import assert_nothing_held, scrape, workers
+from support.serving.local_deployment import Deployment, write
+from support.serving.local_deployment import content as content_of
 
 from .redundant import DEMO, MODEL, SPEC, busy, text_of
 

@@ -23,10 +23,10 @@ from mmd_cli.local import up
 from mmd_cli.samples import draw
 from mmd_workers.wire import messages
 from mmd_workers.wire.server import NatsServer
-from tests.support.held import held, workers
-from tests.support.local_deployment import Deployment, write
-from tests.support.promises import promise
-from tests.support.waiting import wait_until
+from support.harness.promises import promise
+from support.harness.waiting import wait_until
+from support.serving.held import held, workers
+from support.serving.local_deployment import Deployment, write
 
 from . import redundant
 from .lossy_proxy import MESSAGES, LossyProxy, Match
@@ -168,18 +168,18 @@ def ask_again_at_the_other_gateway(deployment: Deployment) -> None:
 
 
 PROVOKED_BY: dict[type, Callable[[Deployment], None]] = {
-    messages.Cancel: leave_in_the_middle,
-    messages.KvRelease: leave_in_the_middle,
-    messages.RequestFailed: ask_about_a_broken_picture,
-    messages.EncodeFailed: ask_about_a_broken_picture,
-    messages.EncodeTaken: ask_again_after_a_restart,
-    messages.EncodeCheck: ask_while_the_encoder_stands_still,
-    messages.EncodeWanted: ask_while_the_encoder_stands_still,
-    messages.CacheWanted: start_the_gateway_again,
-    messages.AnswerClaim: ask_again_at_the_other_gateway,
-    messages.AnswerClaimed: ask_again_at_the_other_gateway,
-    messages.AnswerRead: ask_again_at_the_other_gateway,
-    messages.AnswerPiece: ask_again_at_the_other_gateway,
+    messages.prefill.Cancel: leave_in_the_middle,
+    messages.decode.KvRelease: leave_in_the_middle,
+    messages.gateway.RequestFailed: ask_about_a_broken_picture,
+    messages.prefill.EncodeFailed: ask_about_a_broken_picture,
+    messages.encoder.EncodeTaken: ask_again_after_a_restart,
+    messages.prefill.EncodeCheck: ask_while_the_encoder_stands_still,
+    messages.prefill.EncodeWanted: ask_while_the_encoder_stands_still,
+    messages.every_pod.CacheWanted: start_the_gateway_again,
+    messages.gateway.AnswerClaim: ask_again_at_the_other_gateway,
+    messages.gateway.AnswerClaimed: ask_again_at_the_other_gateway,
+    messages.gateway.AnswerRead: ask_again_at_the_other_gateway,
+    messages.gateway.AnswerPiece: ask_again_at_the_other_gateway,
 }
 
 
@@ -189,7 +189,7 @@ def provoke(deployment: Deployment, proxy: LossyProxy, kind: type) -> None:
     end = time.monotonic() + 120
     while not proxy.struck.is_set():
         assert time.monotonic() < end, f"no {kind.__name__} was sent"
-        if kind is messages.KvRelease:
+        if kind is messages.decode.KvRelease:
             leave_in_the_middle(deployment, seconds)
             seconds = 0.1 if seconds > 1.0 else seconds + 0.07
         else:
@@ -202,29 +202,29 @@ def is_a(kind: type) -> Match:
 
 
 def ends_a_sequence(found: type, fields: dict[str, Any]) -> bool:
-    return found is messages.TokenBatch and any(item["finish_reason"] for item in fields["items"])
+    return found is messages.gateway.TokenBatch and any(item["finish_reason"] for item in fields["items"])
 
 
-BETWEEN_ENCODERS = (messages.FeaturesGiven, messages.FeaturesWanted)
+BETWEEN_ENCODERS = (messages.encoder.FeaturesGiven, messages.encoder.FeaturesWanted)
 """Of which there is one here; their loss is in `tests/roles/test_cache_handover.py`."""
 CASES = [
     pytest.param(kind, is_a(kind), id=kind.__name__) for kind in MESSAGES if kind not in BETWEEN_ENCODERS
 ]
-CASES.append(pytest.param(messages.TokenBatch, ends_a_sequence, id="TokenBatch-last"))
+CASES.append(pytest.param(messages.gateway.TokenBatch, ends_a_sequence, id="TokenBatch-last"))
 WORST = (
-    messages.GenerateRequest,
-    messages.EncodeJob,
-    messages.EmbeddingChunk,
-    messages.EncodeFailed,
-    messages.KvChunk,
-    messages.KvCommit,
-    messages.KvCommitted,
-    messages.Cancel,
-    messages.RequestFailed,
-    messages.SequenceReport,
+    messages.prefill.GenerateRequest,
+    messages.encoder.EncodeJob,
+    messages.prefill.EmbeddingChunk,
+    messages.prefill.EncodeFailed,
+    messages.decode.KvChunk,
+    messages.decode.KvCommit,
+    messages.decode.KvCommitted,
+    messages.prefill.Cancel,
+    messages.gateway.RequestFailed,
+    messages.gateway.SequenceReport,
 )
 WORST_CASES = [pytest.param(kind, is_a(kind), id=kind.__name__) for kind in WORST]
-WORST_CASES.append(pytest.param(messages.TokenBatch, ends_a_sequence, id="TokenBatch-last"))
+WORST_CASES.append(pytest.param(messages.gateway.TokenBatch, ends_a_sequence, id="TokenBatch-last"))
 
 
 @pytest.mark.parametrize(("kind", "match"), CASES)

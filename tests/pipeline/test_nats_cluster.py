@@ -11,9 +11,9 @@ import pytest
 from mmd_api.resource import MultimodalDeployment
 from mmd_cli.local import up
 from mmd_cli.samples import draw
-from tests.support.askers import SPEC, Askers
-from tests.support.local_deployment import Deployment, write
-from tests.support.nats_cluster import NatsCluster
+from support.servers.nats_cluster import NatsCluster
+from support.serving.askers import SPEC, Askers
+from support.serving.local_deployment import Deployment, write
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("nats-cluster"), pytest.mark.timeout(600)]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from mmd_cli.samples import draw
-from tests.support.backends import needs_nixl
-from tests.support.held import scrape
-from tests.support.local_deployment import Deployment, write
+from support.serving.backends import needs_nixl
+from support.serving.held import scrape
+from support.serving.local_deployment import Deployment, write
 
 from .redundant import LONG_TOKENS, SPEC, busy, expected, load, stream_long, text_of
 

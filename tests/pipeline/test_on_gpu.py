@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.support.backends import needs_nixl
-from tests.support.devices import DEVICE, needs_gpu
-from tests.support.held import scrape
-from tests.support.local_deployment import Deployment, write
+from support.oracles.devices import DEVICE, needs_gpu
+from support.serving.backends import needs_nixl
+from support.serving.held import scrape
+from support.serving.local_deployment import Deployment, write
 
 from .redundant import SPEC, ask, expected, samples
 

@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from mmd_cli.samples import draw
-from tests.support import oracle, other_clients
-from tests.support.local_deployment import Deployment
+from support.oracles import oracle
+from support.serving import other_clients
+from support.serving.local_deployment import Deployment
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(900)]
 

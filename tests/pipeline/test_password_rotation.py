@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mmd_cli.samples import draw
-from tests.support.askers import SPEC, Askers
-from tests.support.local_deployment import Deployment, write
+from support.serving.askers import SPEC, Askers
+from support.serving.local_deployment import Deployment, write
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("rotation"), pytest.mark.timeout(600)]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mmd_cli.local.pods import LocalPod
-from tests.support.engines import ENGINES
-from tests.support.held import scrape
-from tests.support.local_deployment import Deployment, write
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.serving.engines import ENGINES
+from support.serving.held import scrape
+from support.serving.local_deployment import Deployment, write
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("demo"), pytest.mark.timeout(600)]
 

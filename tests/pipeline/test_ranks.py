@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import needs_vllm
-from tests.support.local_deployment import Deployment, write
-from tests.support.processes import children
-from tests.support.waiting import wait_until
+from support.harness.processes import children
+from support.harness.waiting import wait_until
+from support.serving.engines import needs_vllm
+from support.serving.local_deployment import Deployment, write
 
 from .random_media import KV, content, png
 from .redundant import busy, text_of

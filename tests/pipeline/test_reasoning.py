@@ -10,9 +10,9 @@ import anthropic
 import jsonschema
 import pytest
 
-from tests.support.engines import needs_vllm
-from tests.support.local_deployment import Deployment, write
-from tests.support.tokens import with_template, with_tokens
+from support.oracles.tokens import with_template, with_tokens
+from support.serving.engines import needs_vllm
+from support.serving.local_deployment import Deployment, write
 
 from .random_media import KV, content, png
 

@@ -19,10 +19,10 @@ from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.supervisor import Supervisor
 from mmd_cli.program import build
 from mmd_cli.samples import draw
-from tests.support.local_deployment import Deployment, content, write
-from tests.support.promises import promise
-from tests.support.under_load import frozen
-from tests.support.waiting import wait_until
+from support.harness.promises import promise
+from support.harness.waiting import wait_until
+from support.serving.local_deployment import Deployment, content, write
+from support.serving.under_load import frozen
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("secrets"), pytest.mark.timeout(600)]
 

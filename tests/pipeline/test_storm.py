@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from mmd_cli.samples import as_another_file
-from tests.support import oracle
-from tests.support.local_deployment import Deployment, write
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.oracles import oracle
+from support.serving.local_deployment import Deployment, write
 
 from .random_media import KV, TOKENS, content, mp4
 

@@ -24,7 +24,7 @@ from mmd_api.pipeline import pipeline_revision
 from mmd_api.readers import EFFECTS, declared, part_of, spec_paths
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator import plan
+from mmd_operator.resources import plan
 from mmd_operator.resources.naming import INPUTS_ANNOTATION
 
 EFFECTS_FILE = Path(__file__).parent / "golden" / "effects.yaml"

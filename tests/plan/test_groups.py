@@ -8,9 +8,9 @@ import pytest
 
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.plan import plan_objects
-from tests.support.deployments import deployment
-from tests.support.groups import GROUPS, ONE_POD
+from mmd_operator.resources.plan import plan_objects
+from support.cluster.deployments import deployment
+from support.cluster.groups import GROUPS, ONE_POD
 
 
 def spec_of(gpus: int, tensor: int, stages: int = 1) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mmd_operator.plan import plan_objects
-from tests.support.policies import Place, lets_through
+from mmd_operator.resources.plan import plan_objects
+from support.cluster.policies import Place, lets_through
 
 from .planned import deployment, of_kind, pods
 

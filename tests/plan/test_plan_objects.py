@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
-from mmd_operator.plan import plan_objects
 from mmd_operator.resources.nats import PASSWORD_PREFIX, password_changes, with_passwords
+from mmd_operator.resources.plan import plan_objects
 
 from .planned import deployment, of_kind, pods, valid_deployments
 

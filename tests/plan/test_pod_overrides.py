@@ -16,7 +16,7 @@ from mmd_api.spec.pod_parts import (
     merges,
     stays_restricted,
 )
-from mmd_operator.plan import plan_objects
+from mmd_operator.resources.plan import plan_objects
 from mmd_operator.resources.strategic_merge import merged
 from tests.plan.planned import deployment
 

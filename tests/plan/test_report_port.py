@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mmd_operator.observed import pod_of
-from mmd_operator.plan import plan_objects
+from mmd_operator.observed.observed import pod_of
+from mmd_operator.resources.plan import plan_objects
 
 from .planned import deployment
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from mmd_api.history import is_read_by_pods, restored, spec_digest
 from mmd_api.readers import changed_paths, spec_paths
 from mmd_api.resource import MultimodalDeployment
-from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
-from tests.support.manifests import merge
+from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
+from support.cluster.manifests import merge
 
 from .planned import valid_deployments
 

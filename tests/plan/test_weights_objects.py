@@ -10,7 +10,7 @@ from mmd_api.contract import environment as env
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.spec.model import MODELS_FOLDER
 from mmd_api.weights import downloads_of, folder_of
-from mmd_operator.plan import plan_objects
+from mmd_operator.resources.plan import plan_objects
 
 from .planned import deployment, of_kind, pods
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator.facts import Facts
-from mmd_operator.growth import PendingGrowth
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.observed import Child, Observed, Workload
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.pod_client import ReportFetcher
-from mmd_operator.scaling import PoolScaling, ScalingView
-from mmd_operator.status import status_of
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.kube.pod_client import ReportFetcher
+from mmd_operator.observed.observed import Child, Observed, Workload
+from mmd_operator.scaling.pool_scaling import PoolScaling, ScalingView
+from mmd_operator.sizes.pending_growth import PendingGrowth
+from mmd_operator.status.deployment_status import status_of
+from mmd_operator.status.facts import Facts
 
 from .bodies import NEW, pod
 

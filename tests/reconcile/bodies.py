@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmd_api.contract.annotations import DRAIN_ANNOTATION
-from mmd_operator.observed import SURGE_FIELD_MANAGER, PodView, pod_of
+from mmd_operator.observed.observed import SURGE_FIELD_MANAGER, PodView, pod_of
 from mmd_operator.resources.naming import DEPLOYMENT_LABEL, INPUTS_ANNOTATION, REVISION_LABEL
 
 UID = "11111111-1111-1111-1111-111111111111"

@@ -15,14 +15,14 @@ from typing import Any, cast
 
 from mmd_api.pool_resource import POOL_KIND
 from mmd_api.resource import API_VERSION, KIND
-from mmd_operator.cluster import BusyError, RefusedError
-from mmd_operator.context import PassContext
-from mmd_operator.finalizer import FINALIZER
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.observed import Observed, PodView, child_of
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.pod_client import ReportFetcher
-from mmd_operator.reconcile_pass import ReconcilePass
+from mmd_operator.kube.cluster import BusyError, RefusedError
+from mmd_operator.kube.context import PassContext
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.kube.pod_client import ReportFetcher
+from mmd_operator.observed.observed import Observed, PodView, child_of
+from mmd_operator.passes.finalizer import FINALIZER
+from mmd_operator.passes.reconcile_pass import ReconcilePass
 from mmd_operator.resources.naming import REVISION_LABEL
 
 from .bodies import UID, pod

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mmd_operator.apply import _image_was_pinned, _only_builder_changed
-from mmd_operator.observed import child_of
+from mmd_operator.observed.observed import child_of
 from mmd_operator.resources.naming import BUILT_ANNOTATION
+from mmd_operator.rollout.applier import _image_was_pinned, _only_builder_changed
 
 from .bodies import NEW, workload
 

@@ -10,13 +10,13 @@ import pytest
 from mmd_api.spec.exposure import ParentRef
 from mmd_api.spec.gateway import AuthSpec, OidcSpec
 from mmd_api.status import RolledBack
-from mmd_operator.condition_state import ConditionState
-from mmd_operator.conditions import current_conditions, dated
-from mmd_operator.facts import Facts, Scaling
-from mmd_operator.observed import Observed, ParentReport, child_of, pod_of
-from mmd_operator.problems import Problem, default_tenant_missing, gathered
-from mmd_operator.rollout import Step
-from mmd_operator.status import pools_of, status_of
+from mmd_operator.observed.condition_state import ConditionState
+from mmd_operator.observed.observed import Observed, ParentReport, child_of, pod_of
+from mmd_operator.observed.problems import Problem, default_tenant_missing, gathered
+from mmd_operator.rollout.next_step import Step
+from mmd_operator.status.conditions import current_conditions, dated
+from mmd_operator.status.deployment_status import pools_of, status_of
+from mmd_operator.status.facts import Facts, Scaling
 
 from .bodies import NEW, OLD, pod, workload
 

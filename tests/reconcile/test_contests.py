@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mmd_operator.contest import (
+from mmd_operator.kube.contests import (
     CALM_SECONDS,
     FREE_REPAIRS,
     MAX_CONTESTS,
     Contests,
 )
-from mmd_operator.pauses import PRODUCTION
+from mmd_operator.kube.pauses import PRODUCTION
 
 
 def test_the_first_repairs_come_at_once_and_later_ones_ever_more_rarely():

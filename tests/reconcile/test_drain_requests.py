@@ -5,15 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mmd_operator.apply import UNSEEN_SECONDS
 from mmd_operator.autoscaling import PoolFacts, ScaleActions
-from mmd_operator.contest import FREE_REPAIRS
-from mmd_operator.events import Events
-from mmd_operator.growth import PendingGrowth
-from mmd_operator.metrics import Counts, OperatorMetrics
-from mmd_operator.observed import child_of
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.scaling_actions import PoolActions
+from mmd_operator.kube.contests import FREE_REPAIRS
+from mmd_operator.kube.events import Events
+from mmd_operator.kube.metrics import Counts, OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.observed.observed import child_of
+from mmd_operator.rollout.applier import UNSEEN_SECONDS
+from mmd_operator.scaling.pool_actions import PoolActions
+from mmd_operator.sizes.pending_growth import PendingGrowth
 
 from .bodies import NEW, pod, workload
 

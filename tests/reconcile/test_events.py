@@ -13,13 +13,13 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmd_operator import events
-from mmd_operator.cluster import Cluster
-from mmd_operator.events import COMBINED, OBJECT_BURST, SIMILAR_EVENTS, EventRecorder
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.pauses import PRODUCTION
+from mmd_operator.kube import events
+from mmd_operator.kube.cluster import Cluster
+from mmd_operator.kube.events import COMBINED, OBJECT_BURST, SIMILAR_EVENTS, EventRecorder
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
 from mmd_operator.serve import api_client
-from tests.support.control_plane import write_kubeconfig
+from support.cluster.control_plane import write_kubeconfig
 
 
 class EventServer:

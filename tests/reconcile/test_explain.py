@@ -13,16 +13,16 @@ from mmd_api.status import ConditionType, ScalingDecision, WeightsStatus
 from mmd_operator.autoscaling.coordinate import COUPLING, share_gpu_budget
 from mmd_operator.autoscaling.decide import REPORTS, RULES
 from mmd_operator.autoscaling.decision import LIMITS, AppliedRule
-from mmd_operator.conditions import current_conditions, dated
 from mmd_operator.explain import CONDITIONS, lines
-from mmd_operator.facts import Facts, Scaling
-from mmd_operator.observed import Observed, child_of
-from mmd_operator.plan import plan_objects
-from mmd_operator.rollout import STEPS, Step, next_step
-from mmd_operator.sentences import sentence_of
-from mmd_operator.status import status_of
-from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
-from tests.support.exposure import ROUTE
+from mmd_operator.observed.observed import Observed, child_of
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.resources.sentences import sentence_of
+from mmd_operator.rollout.next_step import STEPS, Step, next_step
+from mmd_operator.status.conditions import current_conditions, dated
+from mmd_operator.status.deployment_status import status_of
+from mmd_operator.status.facts import Facts, Scaling
+from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
+from support.cluster.exposure import ROUTE
 
 from .answering_pods import Words, scaling, spec, status, tick
 from .bodies import UID, pod, workload

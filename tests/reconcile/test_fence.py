@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from mmd_operator.cluster import BusyError, Cluster
-from mmd_operator.leader import NotLeaderError
-from mmd_operator.metrics import OperatorMetrics
+from mmd_operator.kube.cluster import BusyError, Cluster
+from mmd_operator.kube.leadership import NotLeaderError
+from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.serve import api_client
-from tests.support.control_plane import write_kubeconfig
+from support.cluster.control_plane import write_kubeconfig
 
 
 class Door:

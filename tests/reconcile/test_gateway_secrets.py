@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator.cluster import BusyError
-from mmd_operator.context import PassContext
-from mmd_operator.gateway_secrets import GatewaySecrets
-from mmd_operator.observed import Observed, pod_of
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.pod_client import ReportFetcher
-from mmd_operator.problems import gathered
+from mmd_operator.kube.cluster import BusyError
+from mmd_operator.kube.context import PassContext
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.kube.pod_client import ReportFetcher
+from mmd_operator.observed.observed import Observed, pod_of
+from mmd_operator.observed.problems import gathered
 from mmd_operator.resources.naming import COMPONENT_LABEL, REVISION_LABEL
+from mmd_operator.status.gateway_secrets import GatewaySecrets
 
 from .answering_pods import spec
 from .bodies import NEW, pod

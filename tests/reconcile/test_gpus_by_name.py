@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from mmd_api.resource import MultimodalDeployment
-from mmd_operator.gpu_budget import gpus_held
-from mmd_operator.observed import Observed, child_of, pod_of
-from mmd_operator.plan import plan_objects
+from mmd_operator.observed.observed import Observed, child_of, pod_of
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.sizes.gpu_budget import gpus_held
 
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "NVIDIA": ({}, "3 Insufficient nvidia.com/gpu."),

@@ -11,25 +11,25 @@ import pytest
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.autoscaling import DeploymentPolicy, PoolFacts, ScaleActions
-from mmd_operator.cluster import Cluster
-from mmd_operator.gpu_budget import gpus_held, grown
-from mmd_operator.group_crashes import GroupCrashes
-from mmd_operator.growth import PendingGrowth
-from mmd_operator.metrics import Counts, OperatorMetrics
-from mmd_operator.observed import Child, Observed, PodView, child_of
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.plan import plan_objects
-from mmd_operator.problems import Deadlines
-from mmd_operator.reconcile_pass import _pod_problems
-from mmd_operator.replacement import pods_of, short_groups
-from mmd_operator.replicas import next_size
-from mmd_operator.rollout import Step, next_step
-from mmd_operator.scaling_actions import PoolActions
-from mmd_operator.scaling_facts import pod_facts, pods_in
-from mmd_operator.scaling_limits import growth_within, without_loss
-from mmd_operator.silent_controllers import SilentControllers
-from tests.support.deployments import deployment
-from tests.support.groups import GROUPS, ONE_POD
+from mmd_operator.kube.cluster import Cluster
+from mmd_operator.kube.metrics import Counts, OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.observed.observed import Child, Observed, PodView, child_of
+from mmd_operator.observed.problems import Deadlines
+from mmd_operator.passes.reconcile_pass import _pod_problems
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.rollout.next_step import Step, next_step
+from mmd_operator.scaling.pool_actions import PoolActions
+from mmd_operator.scaling.scaling_facts import pod_facts, pods_in
+from mmd_operator.scaling.scaling_limits import growth_within, without_loss
+from mmd_operator.sizes.gpu_budget import gpus_held, grown
+from mmd_operator.sizes.groups import next_size
+from mmd_operator.sizes.pending_growth import PendingGrowth
+from mmd_operator.sizes.replacement import pods_of, short_groups
+from mmd_operator.status.group_crashes import GroupCrashes
+from mmd_operator.status.silent_controllers import SilentControllers
+from support.cluster.deployments import deployment
+from support.cluster.groups import GROUPS, ONE_POD
 
 from .bodies import NEW, UID, crashed, pod, workload
 

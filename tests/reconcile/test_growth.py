@@ -9,14 +9,14 @@ import pytest
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.autoscaling import ScaleActions
-from mmd_operator.cluster import BusyError, RefusedError
-from mmd_operator.gpu_budget import gpus_growing, gpus_held, grown, serving_budget
-from mmd_operator.gpu_share import gpu_share
-from mmd_operator.growth import UNANSWERED_SECONDS, VERIFY_SECONDS, PendingGrowth
-from mmd_operator.observed import Child, Observed, PoolGrowth, child_of
-from mmd_operator.rollout import next_step
-from mmd_operator.scaling_limits import growth_within
-from tests.support.deployments import deployment
+from mmd_operator.kube.cluster import BusyError, RefusedError
+from mmd_operator.observed.observed import Child, Observed, PoolGrowth, child_of
+from mmd_operator.rollout.next_step import next_step
+from mmd_operator.scaling.scaling_limits import growth_within
+from mmd_operator.sizes.gpu_budget import gpus_growing, gpus_held, grown, serving_budget
+from mmd_operator.sizes.gpu_share import gpu_share
+from mmd_operator.sizes.pending_growth import UNANSWERED_SECONDS, VERIFY_SECONDS, PendingGrowth
+from support.cluster.deployments import deployment
 
 from .bodies import NEW, OLD, UID, pod, workload
 

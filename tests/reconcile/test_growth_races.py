@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.deployments import ANOTHER_MODEL
+from support.cluster.deployments import ANOTHER_MODEL
 
 from .lagging_cluster import AUTOSCALING, Race
 

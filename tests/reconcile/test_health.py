@@ -14,9 +14,9 @@ import pytest
 from mmd_cli.local.pods import free_port
 from mmd_operator.handlers import Loops
 from mmd_operator.health import health_endpoint
-from mmd_operator.leader import Leadership
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.pauses import PRODUCTION
+from mmd_operator.kube.leadership import Leadership
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
 from mmd_operator.serve import LEASE_STALE_SECONDS, trouble
 
 HELPERS = ("sweep", "events", "namespaces")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from mmd_operator.apply import Applier
-from mmd_operator.growth import PendingGrowth
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.plan import plan_objects
-from tests.support.deployments import SPEC, deployment
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.rollout.applier import Applier
+from mmd_operator.sizes.pending_growth import PendingGrowth
+from support.cluster.deployments import SPEC, deployment
 
 (SECRET,) = (m for m in plan_objects(deployment(SPEC), "default") if m["kind"] == "Secret")
 

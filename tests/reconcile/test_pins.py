@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from mmd_operator.observed import Observed
-from mmd_operator.pinning import Pins
+from mmd_operator.observed.observed import Observed
+from mmd_operator.rollout.pinning import Pins
 
 from .bodies import NEW, OLD, pod
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mmd_api.pool_resource import POOL_KIND
-from mmd_operator.cluster import NotServedError
-from mmd_operator.observed import Workload
-from mmd_operator.pool_objects import pool_status
+from mmd_operator.kube.cluster import NotServedError
+from mmd_operator.observed.observed import Workload
+from mmd_operator.passes.pool_objects import pool_status
 
 from .lagging_cluster import AUTOSCALING, Race
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmd_operator.observed import Child, Observed, PodView, child_of
-from mmd_operator.replacement import Replacement, replacement, waiting_words
+from mmd_operator.observed.observed import Child, Observed, PodView, child_of
+from mmd_operator.sizes.replacement import Replacement, replacement, waiting_words
 
 from .bodies import NEW, pod, workload
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.observed import Observed, child_of
-from mmd_operator.rollout import Step, next_step
-from tests.support.deployments import deployment
+from mmd_operator.observed.observed import Observed, child_of
+from mmd_operator.rollout.next_step import Step, next_step
+from support.cluster.deployments import deployment
 
 from .bodies import UID, pod, workload
 

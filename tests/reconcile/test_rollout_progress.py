@@ -8,10 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from mmd_api.status import RolloutProgress
-from mmd_operator.observed import Observed, child_of
-from mmd_operator.replacement import Replacement
-from mmd_operator.rollout import Step
-from mmd_operator.rollout_progress import (
+from mmd_operator.observed.observed import Observed, child_of
+from mmd_operator.rollout.next_step import Step
+from mmd_operator.rollout.rollout_progress import (
     advanced,
     clock_of,
     fallback_revision,
@@ -19,9 +18,10 @@ from mmd_operator.rollout_progress import (
     progress_deadline_seconds,
     seconds_left,
 )
-from mmd_operator.spec_history import RecordedSpec, last_good, unneeded
-from tests.support.deployments import SPEC, deployment
-from tests.support.manifests import merge
+from mmd_operator.rollout.spec_history import RecordedSpec, last_good, unneeded
+from mmd_operator.sizes.replacement import Replacement
+from support.cluster.deployments import SPEC, deployment
+from support.cluster.manifests import merge
 
 from .bodies import NEW, OLD, pod, workload
 

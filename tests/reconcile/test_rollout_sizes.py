@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.observed import Observed, child_of
-from mmd_operator.plan import plan_objects
-from mmd_operator.pool_sizes import affordable, wanted_replicas
-from mmd_operator.rollout import Step, next_step
-from tests.support.deployments import deployment
+from mmd_operator.observed.observed import Observed, child_of
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.rollout.next_step import Step, next_step
+from mmd_operator.sizes.pool_sizes import affordable, wanted_replicas
+from support.cluster.deployments import deployment
 
 from .bodies import UID, workload
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.observed import Observed, child_of, pod_of
-from mmd_operator.plan import plan_objects
-from mmd_operator.rollout import Step, next_step
-from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
-from tests.support.exposure import ROUTE
+from mmd_operator.observed.observed import Observed, child_of, pod_of
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.rollout.next_step import Step, next_step
+from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
+from support.cluster.exposure import ROUTE
 
 from .bodies import UID, pod, workload
 

@@ -13,17 +13,17 @@ import pytest
 from mmd_api.history import spec_digest
 from mmd_api.pipeline import pipeline_revision
 from mmd_api.resource import API_VERSION, KIND
-from mmd_operator.cluster import BusyError
-from mmd_operator.context import PassContext
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.observed import Observed, child_of
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.problems import Problem
-from mmd_operator.reading import Reading, read
-from mmd_operator.rollout import Stage, Step
-from mmd_operator.rollout_target import RolloutTarget
-from tests.support.deployments import ANOTHER_MODEL, SPEC, deployment
-from tests.support.manifests import merge
+from mmd_operator.kube.cluster import BusyError
+from mmd_operator.kube.context import PassContext
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.observed.observed import Observed, child_of
+from mmd_operator.observed.problems import Problem
+from mmd_operator.observed.stored_spec import Reading, read
+from mmd_operator.rollout.next_step import Stage, Step
+from mmd_operator.rollout.rollout_target import RolloutTarget
+from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
+from support.cluster.manifests import merge
 
 from .bodies import UID, pod, workload
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mmd_operator.autoscaling import ScaleActions
-from mmd_operator.gpu_budget import serving_budget
-from mmd_operator.observed import Observed, child_of
-from mmd_operator.scaling_limits import growth_within
-from tests.support.deployments import deployment
+from mmd_operator.observed.observed import Observed, child_of
+from mmd_operator.scaling.scaling_limits import growth_within
+from mmd_operator.sizes.gpu_budget import serving_budget
+from support.cluster.deployments import deployment
 
 from .bodies import NEW, OLD, pod, workload
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mmd_operator.autoscaling import ScaleActions
-from mmd_operator.observed import Observed, PodView, child_of
-from mmd_operator.replacement import Replacement, replacement
-from mmd_operator.scaling_limits import without_loss
+from mmd_operator.observed.observed import Observed, PodView, child_of
+from mmd_operator.scaling.scaling_limits import without_loss
+from mmd_operator.sizes.replacement import Replacement, replacement
 
 from .bodies import NEW, pod, workload
 

@@ -9,19 +9,19 @@ from typing import Any, cast
 import pytest
 
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.growth import PendingGrowth
-from mmd_operator.metrics import OperatorMetrics
-from mmd_operator.observed import (
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.kube.pod_client import NoAnswerError
+from mmd_operator.observed.observed import (
     SCALER_FIELD_MANAGER,
     SURGE_FIELD_MANAGER,
     Observed,
     child_of,
 )
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.pod_client import NoAnswerError
-from mmd_operator.rollout import Step, next_step
-from mmd_operator.scaling import PoolScaling, ScalingView
-from tests.support.deployments import deployment
+from mmd_operator.rollout.next_step import Step, next_step
+from mmd_operator.scaling.pool_scaling import PoolScaling, ScalingView
+from mmd_operator.sizes.pending_growth import PendingGrowth
+from support.cluster.deployments import deployment
 
 from .bodies import UID, pod, workload
 

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections import Counter
 
-from mmd_operator.cluster import BusyError, Listing, Resource
-from mmd_operator.pauses import Pauses
-from mmd_operator.sweep import Sweep
+from mmd_operator.kube.cluster import BusyError, Listing, Resource
+from mmd_operator.kube.pauses import Pauses
+from mmd_operator.kube.sweep import Sweep
 
 FORBIDDEN, HEALTHY = Resource("", "v1", "configmaps"), Resource("", "v1", "services")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mmd_operator.autoscaling import HARD_LIMITS
-from mmd_operator.conditions import _REMEDIES
-from mmd_operator.problems import _SEVERITY
+from mmd_operator.observed.problems import _SEVERITY
+from mmd_operator.status.conditions import _REMEDIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "troubleshooting.md").read_text()

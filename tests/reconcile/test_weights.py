@@ -9,20 +9,20 @@ import pytest
 
 from mmd_api.contract.weights import EXIT_STATUS, WeightsProgress
 from mmd_api.pipeline import pipeline_revision
-from mmd_operator.observed import Child, Observed, PodView, child_of, pod_of
-from mmd_operator.pauses import PRODUCTION
-from mmd_operator.plan import plan_objects
-from mmd_operator.pod_client import NoAnswerError, ReportFetcher
+from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.kube.pod_client import NoAnswerError, ReportFetcher
+from mmd_operator.observed.observed import Child, Observed, PodView, child_of, pod_of
 from mmd_operator.resources.naming import WEIGHTS
-from mmd_operator.rollout import Step, next_step
-from mmd_operator.rollout_progress import advanced, clock_of
-from mmd_operator.weights import (
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.rollout.next_step import Step, next_step
+from mmd_operator.rollout.rollout_progress import advanced, clock_of
+from mmd_operator.status.weights_download import (
     WeightsDownload,
     weights_problems,
     weights_status,
     weights_words,
 )
-from tests.support.deployments import SPEC, deployment
+from support.cluster.deployments import SPEC, deployment
 
 from .bodies import UID, labels, workload
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mmd_api.pipeline import PipelineConfig
 from mmd_cli.local.pods import free_port
-from mmd_workers.settings import Group, WorkerSettings
+from mmd_workers.process.settings import Group, WorkerSettings
 from mmd_workers.wire.login import Login
 
 SECONDS = 20

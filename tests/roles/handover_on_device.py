@@ -13,7 +13,7 @@ import time
 import torch
 
 from mmd_api.contract.subjects import Subjects
-from mmd_workers.decode.service import DecodeService
+from mmd_workers.decode.decode_service import DecodeService
 from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.store import FeatureStore
@@ -22,14 +22,16 @@ from mmd_workers.model.grammar import Grammars
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.handover import KvSender
-from mmd_workers.prefill.service import PrefillService
-from mmd_workers.sequences.book import SequenceBook
+from mmd_workers.prefill.prefill_service import PrefillService
 from mmd_workers.sequences.native import NativeEngine
+from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import GenerateRequest, Placed, RequestFailed, Sampling, TokenBatch
-from tests.support import strict_device
-from tests.support.devices import DEVICE, ON_GPU
-from tests.support.engine_oracle import TextModel, generate, llama, make_engine, prompt_of
+from mmd_workers.wire.messages.gateway import RequestFailed, TokenBatch
+from mmd_workers.wire.messages.message_parts import Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest, Placed
+from support.oracles import strict_device
+from support.oracles.devices import DEVICE, ON_GPU
+from support.oracles.engine_oracle import TextModel, generate, llama, make_engine, prompt_of
 
 LENGTHS = (5, 90, 33)
 NEW_TOKENS = 6

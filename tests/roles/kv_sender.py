@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.handover import KvSender
 from mmd_workers.wire.bus import Bus, Subscription
-from mmd_workers.wire.messages import GenerateRequest, KvRelease, Sampling
+from mmd_workers.wire.messages.decode import KvRelease
+from mmd_workers.wire.messages.message_parts import Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 LEASE_SECONDS = 5.0
 Connect = Callable[[str], Awaitable[Bus]]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from mmd_workers.model.prompt import Feature
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
-from tests.support.engine_oracle import TextModel, prompt_of
+from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.oracles.engine_oracle import TextModel, prompt_of
 
 NEW_TOKENS = 6
 TOKENS = prompt_of(40, 1)  # in blocks of 8

@@ -19,29 +19,24 @@ from mmd_api.contract.errors import (
     OverloadedError,
     PeerLostError,
 )
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
-from mmd_workers.decode import service
-from mmd_workers.decode.service import DecodeService
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.decode import decode_service as service
+from mmd_workers.decode.decode_service import DecodeService
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill import handover
 from mmd_workers.prefill.handover import Finished, KvSender, Ranges, prefix_of
-from mmd_workers.sequences.book import SequenceBook
+from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import (
-    Acknowledged,
-    GenerateRequest,
-    KvChunk,
-    KvCommit,
-    KvOffer,
-    PhaseReport,
-    Sampling,
-)
-from tests.support.clock import FakeClock
-from tests.support.memory_bus import MemoryNet
-from tests.support.waiting import DEADLINE_SECONDS, until
+from mmd_workers.wire.messages.decode import KvChunk, KvCommit, KvOffer
+from mmd_workers.wire.messages.gateway import PhaseReport
+from mmd_workers.wire.messages.message_parts import Acknowledged, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.harness.clock import FakeClock
+from support.harness.waiting import DEADLINE_SECONDS, until
+from support.serving.memory_bus import MemoryNet
 
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")

@@ -28,27 +28,22 @@ from mmd_workers.encoder import cache_handover
 from mmd_workers.encoder.cache_handover import FeatureTaker, hand_over, seconds_of
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.store import FeatureStore
-from mmd_workers.identity import identified
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.prefill.queue_source import QueueSource
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.process.identity import identified
+from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
 from mmd_workers.wire.media import MediaServer
-from mmd_workers.wire.messages import (
-    FeatureRef,
-    FeaturesGiven,
-    FeaturesWanted,
-    GenerateRequest,
-    GivenFeature,
-    Sampling,
-)
+from mmd_workers.wire.messages.encoder import FeaturesGiven, FeaturesWanted, GivenFeature
+from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
 from mmd_workers.wire.peers import PeerDirectory
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 from .worker_process import environment_of
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mmd_workers.closing import close_each
+from mmd_workers.process.closing import close_each
 
 HANGS_AT_EXIT = """
 import asyncio, threading, time

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from mmd_api.pipeline import PipelineConfig
-from mmd_workers.pod import Pod
-from mmd_workers.sequences import running as module
+from mmd_workers.process.pod import Pod
+from mmd_workers.process.settings import WorkerSettings
+from mmd_workers.sequences import sequence_events as module
 from mmd_workers.sequences.native import NativeHost
-from mmd_workers.sequences.running import Sequences
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.sequences.sequence_events import Sequences
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import GenerateRequest, RequestFailed, Sampling
-from tests.support.engine_oracle import TextModel, llama, make_engine, prompt_of
-from tests.support.waiting import until
+from mmd_workers.wire.messages.gateway import RequestFailed
+from mmd_workers.wire.messages.message_parts import Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.harness.waiting import until
+from support.oracles.engine_oracle import TextModel, llama, make_engine, prompt_of
 
 Connect = Callable[[str], Awaitable[Bus]]
 SPEC = {"model": {"id": "builtin/demo"}, "decode": {"replicas": 1, "gpus": 0}}

@@ -24,7 +24,7 @@ from mmd_workers.features.held import HeldFeatures, feature_identity
 from mmd_workers.features.tensors import buffers_of, feature_of
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 BUDGET = 1 << 20
 ROWS, WIDTH = 64, 16

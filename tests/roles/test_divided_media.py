@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 
-from examples import random_model
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
@@ -31,8 +30,9 @@ from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.encoder import HfEncoderModel, load_encoder
 from mmd_workers.model.prompt import Feature, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.wire.messages import FeatureRef
-from tests.support.waiting import until
+from mmd_workers.wire.messages.message_parts import FeatureRef
+from support.harness.waiting import until
+from support.oracles import random_model
 
 CPU = torch.device("cpu")
 POLICY = MediaPolicy()

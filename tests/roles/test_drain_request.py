@@ -12,7 +12,7 @@ from .worker_process import environment_of
 
 WORKER = """
 from mmd_workers import worker
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.process.settings import WorkerSettings
 
 async def nothing(self):
     pass

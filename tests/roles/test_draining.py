@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mmd_api.pipeline import PipelineConfig
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.worker import Worker

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mmd_workers.features.source import EitherSource
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest
+from mmd_workers.wire.messages.message_parts import FeatureRef
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 from .media_model import request_of
 

@@ -17,8 +17,8 @@ import torch
 from mmd_api.contract.errors import ERRORS, BadMediaError, MmdError, UnprocessableMediumError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderSpec
+from mmd_workers.encoder.encoder_service import EncoderService
 from mmd_workers.encoder.pipeline import EncodePipeline
-from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.held import feature_identity
 from mmd_workers.features.source import EncodeError
@@ -33,21 +33,14 @@ from mmd_workers.wire import jobs
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import Frame
 from mmd_workers.wire.jobs import Delivery, EncodeQueue, QueueLimits
-from mmd_workers.wire.messages import (
-    Acknowledged,
-    EncodeCheck,
-    EncodeFailed,
-    EncodeJob,
-    EncodeTaken,
-    FeatureRef,
-    GenerateRequest,
-    MediaRead,
-    Sampling,
-)
+from mmd_workers.wire.messages.encoder import EncodeJob, EncodeTaken
+from mmd_workers.wire.messages.gateway import MediaRead
+from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import EncodeCheck, EncodeFailed, GenerateRequest
 from mmd_workers.wire.server import NatsServer
-from tests.support.clock import FakeClock
-from tests.support.memory_bus import MemoryNet
-from tests.support.waiting import DEADLINE_SECONDS, until
+from support.harness.clock import FakeClock
+from support.harness.waiting import DEADLINE_SECONDS, until
+from support.serving.memory_bus import MemoryNet
 
 NO_TRACING = Tracing("test", "test", "test", None)
 

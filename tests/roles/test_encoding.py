@@ -28,11 +28,11 @@ from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.media import AudioPolicy, MediaPolicy
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
+from mmd_workers.encoder.encoder_role import EncoderRole
+from mmd_workers.encoder.encoder_service import EncoderService
 from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
-from mmd_workers.encoder.role import EncoderRole
 from mmd_workers.encoder.run_pace import RunPaces
-from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
@@ -41,21 +41,16 @@ from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.prompt import Feature, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
 from mmd_workers.wire.media import MediaServer
-from mmd_workers.wire.messages import (
-    Acknowledged,
-    EncodeFailed,
-    EncodeJob,
-    FeatureRef,
-    GenerateRequest,
-    Sampling,
-)
+from mmd_workers.wire.messages.encoder import EncodeJob
+from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import EncodeFailed, GenerateRequest
 from mmd_workers.worker import Worker
-from tests.support.films import film
-from tests.support.waiting import until
+from support.harness.waiting import until
+from support.oracles.films import film
 
 Connect = Callable[[str], Awaitable[Bus]]
 SIDE = 16

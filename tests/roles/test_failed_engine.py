@@ -13,14 +13,14 @@ from mmd_api.pipeline import PipelineConfig
 from mmd_workers.decode.prompts import PromptService
 from mmd_workers.engine.interface import StepOutput
 from mmd_workers.features.store import FeatureStore
-from mmd_workers.pod import Pod
-from mmd_workers.prefill.service import PrefillService
+from mmd_workers.prefill.prefill_service import PrefillService
+from mmd_workers.process.pod import Pod
+from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.sequences.native import NativeHost
-from mmd_workers.sequences.running import SequenceOwner, Sequences
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.sequences.sequence_events import SequenceOwner, Sequences
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.peers import PeerDirectory
-from tests.support.engine_oracle import TextModel, llama, make_engine
+from support.oracles.engine_oracle import TextModel, llama, make_engine
 
 from .media_model import request_of
 

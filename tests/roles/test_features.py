@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmd_api.contract.errors import BadMediaError, CapacityError
 from mmd_workers.features.store import FeatureState, FeatureStore
 from mmd_workers.model.prompt import Feature
-from tests.support.waiting import DEADLINE_SECONDS
+from support.harness.waiting import DEADLINE_SECONDS
 
 
 def feature(num_bytes: int) -> Feature:

@@ -12,10 +12,10 @@ import pytest
 import uvloop
 
 from mmd_api.contract.errors import EngineDeadError, RevisionMismatchError
-from mmd_workers import group as group_module
-from mmd_workers.group import NO_MESSAGE, NO_REASON, Follower, Leader
-from mmd_workers.settings import Group
-from tests.support.waiting import until
+from mmd_workers.process import group as group_module
+from mmd_workers.process.group import NO_MESSAGE, NO_REASON, Follower, Leader
+from mmd_workers.process.settings import Group
+from support.harness.waiting import until
 
 from .group_pods import SECONDS, place, settings
 

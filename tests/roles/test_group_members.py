@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from mmd_api.contract.errors import EngineDeadError, EngineSettingsError, MmdError
-from mmd_workers.group import Follower, Leader
 from mmd_workers.model import source
-from mmd_workers.pod import Pod
-from mmd_workers.vllm_engine import follower as follower_module
+from mmd_workers.process.group import Follower, Leader
+from mmd_workers.process.pod import Pod
 from mmd_workers.vllm_engine import host as host_module
-from mmd_workers.vllm_engine import together
-from mmd_workers.vllm_engine.follower import FollowerProcess
 from mmd_workers.vllm_engine.host import VllmHost
+from mmd_workers.vllm_engine.ranks.follower import FollowerProcess
+from mmd_workers.vllm_engine.ranks.rank_executor import follower as follower_module
+from mmd_workers.vllm_engine.ranks.rank_executor import together
+from mmd_workers.vllm_engine.ranks.together import MemberEndedError, StuckError, until_ended
 from mmd_workers.vllm_engine.reasons import weight
-from mmd_workers.vllm_engine.together import MemberEndedError, StuckError, until_ended
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 from .group_pods import SECONDS, place, settings
 

@@ -20,17 +20,11 @@ from mmd_workers.prefill.handover import (
     KvReservation,
     Ranges,
 )
-from mmd_workers.wire.messages import (
-    Acknowledged,
-    GenerateRequest,
-    KvCommit,
-    KvCommitted,
-    KvGrant,
-    KvOffer,
-    KvRelease,
-)
-from tests.support.clock import FakeClock
-from tests.support.memory_bus import MemoryNet
+from mmd_workers.wire.messages.decode import KvCommit, KvCommitted, KvGrant, KvOffer, KvRelease
+from mmd_workers.wire.messages.message_parts import Acknowledged
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.harness.clock import FakeClock
+from support.serving.memory_bus import MemoryNet
 
 from .kv_sender import LEASE_SECONDS, HeldLink, request, sender_of
 

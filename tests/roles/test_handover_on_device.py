@@ -1,6 +1,6 @@
 """KV goes from the prefill's pool to the decoder's without passing a tensor of another device to anybody.
 
-Without a GPU (tests/support/devices.py) the device is a backend in Python (tests/support/strict_device.py) that refuses to mix with
+Without a GPU (support/oracles/devices.py) the device is a backend in Python (support/oracles/strict_device.py) that refuses to mix with
 host memory, as CUDA does, and links refuse tensors of other devices whatever their backend.
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from mmd_workers.wire.server import NatsServer
-from tests.support.devices import DEVICE, ON_GPU
+from support.oracles.devices import DEVICE, ON_GPU
 
 ROOT = Path(__file__).parents[2]
 

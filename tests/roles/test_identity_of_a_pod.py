@@ -16,10 +16,16 @@ from mmd_api.pipeline import PipelineConfig
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.model import ModelSpec
 from mmd_api.status import PinnedAdapter, PinnedRevision
-from mmd_workers import identity
-from mmd_workers.identity import check_pinned, code_fingerprint, identified, of_model, weights_fingerprint
 from mmd_workers.model import source
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.process import identity
+from mmd_workers.process.identity import (
+    check_pinned,
+    code_fingerprint,
+    identified,
+    of_model,
+    weights_fingerprint,
+)
+from mmd_workers.process.settings import WorkerSettings
 
 DEMO = Path(str(resources.files("mmd_workers.model"))) / "demo"
 

@@ -15,13 +15,13 @@ from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.model import ModelSpec
 from mmd_cli import plan_memory
 from mmd_cli.plan_memory import PROCESS_BYTES
-from mmd_workers import memory
+from mmd_workers.basics import memory
+from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.engine.profile import activation_bytes
-from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.language import HfLanguageModel, load_language_model
-from mmd_workers.pod import Pod
+from mmd_workers.process.pod import Pod
+from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.sequences.native import NativeHost
-from mmd_workers.settings import WorkerSettings
 
 CPU = torch.device("cpu")
 PERCENT = 37

@@ -17,11 +17,11 @@ from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.sequences.book import SequenceBook
 from mmd_workers.sequences.native import NativeEngine
+from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire.bus import Bus
-from tests.support.engine_oracle import generate, llama, make_engine
-from tests.support.waiting import until
+from support.harness.waiting import until
+from support.oracles.engine_oracle import generate, llama, make_engine
 
 from .media_model import FIRST, NEW_TOKENS, SECOND, TOKENS, MediaModel, request_of
 

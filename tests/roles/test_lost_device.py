@@ -16,11 +16,11 @@ from .worker_process import environment_of
 WORKER = """
 import torch
 from mmd_workers import worker
-from mmd_workers.device import check_device
+from mmd_workers.basics.device import check_device
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.engine.engine import Engine
 from mmd_workers.model.encoder import HfEncoderModel
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.process.settings import WorkerSettings
 
 def fail(*_):
     check_device(torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.device("cpu"))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mmd_workers.memory import MEBIBYTE
+from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
 
 from .worker_process import environment_of
 

@@ -21,12 +21,12 @@ import torch
 from mmd_api.contract.errors import BadMediaError, LinkError, MediaGoneError, MmdError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
+from mmd_workers.encoder import encoder_service as service_module
 from mmd_workers.encoder import pipeline as pipeline_module
-from mmd_workers.encoder import service as service_module
 from mmd_workers.encoder.budget import ByteBudget
 from mmd_workers.encoder.cache_handover import FeatureTaker, hand_over
+from mmd_workers.encoder.encoder_service import EncoderService
 from mmd_workers.encoder.pipeline import EncodePipeline
-from mmd_workers.encoder.service import EncoderService
 from mmd_workers.features import disk as disk_module
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.disk import DiskTier
@@ -37,7 +37,8 @@ from mmd_workers.model.prompt import Feature, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill.queue_source import QueueSource
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
+from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 from .virtual_pods import InLine, Net, PodBus, PodQueue, Slowly, VirtualLoop, as_pod
 

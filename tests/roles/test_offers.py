@@ -15,27 +15,19 @@ import pytest
 import pytest_asyncio
 
 from mmd_api.contract.errors import CapacityError, DeadlineError, LinkError, MmdError, OverloadedError
-from mmd_workers.decode.service import DecodeService
+from mmd_workers.decode.decode_service import DecodeService
 from mmd_workers.kv.quantize import KvWire
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.sequences.book import SequenceBook
+from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import (
-    Acknowledged,
-    GenerateRequest,
-    KvChunk,
-    KvCommit,
-    KvCommitted,
-    KvGrant,
-    KvOffer,
-    KvRelease,
-    Sampling,
-)
-from tests.support.waiting import DEADLINE_SECONDS, until
+from mmd_workers.wire.messages.decode import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, KvRelease
+from mmd_workers.wire.messages.message_parts import Acknowledged, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.harness.waiting import DEADLINE_SECONDS, until
 
-pytest_plugins = ["tests.support.nats_fixture"]
+pytest_plugins = ["support.servers.nats_fixture"]
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
 

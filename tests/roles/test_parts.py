@@ -13,14 +13,14 @@ import torch
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.pipeline import PipelineConfig, roles_of
-from mmd_workers.encoder.role import EncoderRole
-from mmd_workers.engine.cache_changes import CacheDelta
+from mmd_workers.encoder.encoder_role import EncoderRole
+from mmd_workers.engine.memory.cache_changes import CacheDelta
 from mmd_workers.engine.scheduler import TEXT_SECONDS
-from mmd_workers.pod import Pod, sum_of
+from mmd_workers.process.pod import Pod, sum_of
+from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.sequences.engine import EngineHost
-from mmd_workers.settings import WorkerSettings
 from mmd_workers.worker import engine_host, parts_of
-from tests.support.engine_oracle import TextModel, llama, make_engine
+from support.oracles.engine_oracle import TextModel, llama, make_engine
 
 
 def pod_of(pool: Any, engine: str = "Native", **pools: Any) -> Pod:

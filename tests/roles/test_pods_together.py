@@ -17,11 +17,11 @@ from mmd_workers.engine.interface import SequenceInput
 from mmd_workers.kv.quantize import KvWire
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
-from mmd_workers.settings import WorkerSettings
+from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.worker import Worker
-from tests.support.engine_oracle import greedy, make_engine, prompt_of, run
-from tests.support.placing import SECONDS, Client
+from support.oracles.engine_oracle import greedy, make_engine, prompt_of, run
+from support.serving.placing import SECONDS, Client
 
 VARIED = prompt_of(60, 6)  # whose answer changes with KV in four bits
 GUIDANCE = Guidance(3.0, prompt_of(9, 7))

@@ -16,14 +16,15 @@ from mmd_workers.features.store import FeatureStore
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill.service import PrefillService
-from mmd_workers.sequences import book
-from mmd_workers.sequences.book import SequenceBook
+from mmd_workers.prefill.prefill_service import PrefillService
+from mmd_workers.sequences import token_publisher
 from mmd_workers.sequences.native import NativeEngine
+from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest
-from tests.support.engine_oracle import generate, llama, make_engine
-from tests.support.waiting import until
+from mmd_workers.wire.messages.message_parts import FeatureRef
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.harness.waiting import until
+from support.oracles.engine_oracle import generate, llama, make_engine
 
 from .media_model import FIRST, NEW_TOKENS, SECOND, TOKENS, MediaModel, request_of
 
@@ -149,7 +150,7 @@ async def test_a_prompt_counts_for_a_moment_without_what_the_router_knows_to_be_
     pod.done["r#0"] = asyncio.Event()
     assert (await pod.service._place(replace(request_of("r"), cached_tokens=expected))).accepted
     assert pod.service.waiting_tokens(0.0) == counted
-    monkeypatch.setattr(book, "EXPECTATION_SECONDS", 0.0)
+    monkeypatch.setattr(token_publisher, "EXPECTATION_SECONDS", 0.0)
     assert pod.service.waiting_tokens(0.0) == len(TOKENS), "it may have been evicted since"
     async with asyncio.timeout(25):
         await pod.done["r#0"].wait()

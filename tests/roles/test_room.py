@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.errors import CapacityError, LayoutMismatchError, MmdError
 from mmd_workers.decode.queue import REPEAT_SECONDS, OfferQueue
-from mmd_workers.wire.messages import KvGrant, KvOffer, KvRelease
-from tests.support.waiting import DEADLINE_SECONDS
+from mmd_workers.wire.messages.decode import KvGrant, KvOffer, KvRelease
+from support.harness.waiting import DEADLINE_SECONDS
 
 from .kv_sender import Connect, released, request, sender_of
 

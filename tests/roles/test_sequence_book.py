@@ -15,23 +15,21 @@ from mmd_api.contract.pools import Modality
 from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.sequences import book as module
-from mmd_workers.sequences.book import MAX_CANCELLED, MAX_ENDED, SequenceBook, sequence_id
+from mmd_workers.sequences import token_publisher as module
+from mmd_workers.sequences.token_publisher import MAX_CANCELLED, MAX_ENDED, SequenceBook, sequence_id
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack
-from mmd_workers.wire.messages import (
-    FeatureRef,
-    GenerateRequest,
-    Phase,
+from mmd_workers.wire.messages.gateway import (
     PhaseReport,
     RequestFailed,
-    Sampling,
     SequenceReceipt,
     SequenceReport,
     TokenBatch,
     TokenItem,
 )
-from tests.support.waiting import DEADLINE_SECONDS, until
+from mmd_workers.wire.messages.message_parts import FeatureRef, Phase, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 NO_TRACING = Tracing("test", "test", "test", None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 WORKER = ["worker", "--pool", "decode", "--roles", "decode"]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmd_workers.engine.turns import Turns
+from mmd_workers.engine.pacing.cpu_turns import Turns
 from mmd_workers.sequences.native import NativeHost
-from tests.support.engine_oracle import TextModel, llama, make_engine, prompt_of, text_input
+from support.oracles.engine_oracle import TextModel, llama, make_engine, prompt_of, text_input
 
 
 @pytest.mark.parametrize(("device", "told", "waits"), [("cpu", 1, 1), ("cpu", 0, 0), ("cuda", 1, 0)])

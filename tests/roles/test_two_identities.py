@@ -22,7 +22,7 @@ from mmd_api.resource import API_VERSION, KIND, MultimodalDeployment
 from mmd_api.status import PinnedRevision
 from mmd_cli.local.pods import free_port
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 DEMO = Path(str(resources.files("mmd_workers.model"))) / "demo"

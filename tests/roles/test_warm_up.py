@@ -23,7 +23,7 @@ from mmd_api.contract.errors import DeviceLostError, MmdError
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_api.spec.pools import EncoderSpec
-from mmd_workers.decode.service import DecodeService
+from mmd_workers.decode.decode_service import DecodeService
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.engine.engine import Engine
 from mmd_workers.features.cache import FeatureCache
@@ -37,13 +37,17 @@ from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.prefill import handover
 from mmd_workers.prefill.handover import KvSender
-from mmd_workers.sequences.book import SequenceBook
-from mmd_workers.warmup import media_steps, warm_up
+from mmd_workers.process.warmup import media_steps, warm_up
+from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire import codec
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import MESSAGES, GenerateRequest, KvCommit, Sampling, TokenBatch
+from mmd_workers.wire.messages import MESSAGES
+from mmd_workers.wire.messages.decode import KvCommit
+from mmd_workers.wire.messages.gateway import TokenBatch
+from mmd_workers.wire.messages.message_parts import Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
 from mmd_workers.wire.server import NatsServer
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
 
 from .worker_process import environment_of
 

@@ -24,7 +24,8 @@ from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, Pe
 from mmd_api.contract.subjects import Subjects
 from mmd_workers.wire.codec import pack, pack_frame, unpack, unpack_frame
 from mmd_workers.wire.jobs import Delivery, QueueLimits, report_failure
-from mmd_workers.wire.messages import EncodeFailed, EncodeJob
+from mmd_workers.wire.messages.encoder import EncodeJob
+from mmd_workers.wire.messages.prefill import EncodeFailed
 
 LATENCY_SECONDS = 0.001
 POLL_SECONDS = 0.05

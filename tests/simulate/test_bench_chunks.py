@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.chunks import ALONE_STEPS, Line, measure
-from tests.support.engine_oracle import TextModel, llama, make_engine, prompt_of
+from support.oracles.engine_oracle import TextModel, llama, make_engine, prompt_of
 
 
 @pytest.mark.parametrize(("chunk_tokens", "steps"), [(8, 5), (16, 3), (40, 1)])

@@ -13,7 +13,7 @@ from bench import openloop
 from bench.fairness import BACKLOG, Flood, Served, _until_closed
 from bench.isolation import Storm
 from bench.openloop import Answered, keep_busy
-from tests.support.waiting import DEADLINE_SECONDS
+from support.harness.waiting import DEADLINE_SECONDS
 
 CLIENTS = 4
 REFUSED = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 7\r\n\r\nretry.."

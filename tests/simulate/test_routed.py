@@ -18,8 +18,8 @@ from mmd_cli.simulated_router import SimulatedPrompt, SimulatedRouter
 from mmd_operator.simulate.calibration import Calibration
 from mmd_operator.simulate.runs import Planner
 from mmd_operator.simulate.traces import GENERATORS, Trace
-from mmd_workers.gateway.router import Router
-from tests.support.cached import held_by
+from mmd_workers.gateway.placement.router import Router
+from support.serving.cached import held_by
 
 GPU = {"gpus": 1}
 SIZED = {"autoscaling": {"minReplicas": 1, "maxReplicas": 6, "scaleDownStabilizationSeconds": 60}, **GPU}

@@ -23,7 +23,7 @@ from mmd_operator.simulate.model import Pipeline
 from mmd_operator.simulate.policies import Autoscaler, Hpa, Static, desired_replicas
 from mmd_operator.simulate.telemetry import GATEWAY, REVISION, Telemetry
 from mmd_operator.simulate.traces import GENERATORS, Trace
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.messages.every_pod import Heartbeat
 
 SCALED = {"gpus": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 6}, "resources": {"cpu": "4"}}
 counts = st.integers(0, 10**9)

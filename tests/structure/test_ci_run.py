@@ -80,7 +80,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_ADDOPTS", "-x")
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "test_cases.py").write_text(CASES)
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.legs"]\n')
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["support.harness.legs"]\n')
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n  processes\n  system\n  deployment\n  drill\n"
     )

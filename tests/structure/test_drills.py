@@ -179,7 +179,7 @@ def test_a_test_belongs_to_the_drill_of_its_module_or_of_its_name_unless_it_is_k
 
 
 def test_names_of_the_table_that_no_test_of_their_module_has_are_found() -> None:
-    page = "tests/gateway/test_page_with_tools.py"
+    page = "tests/gateway/api/test_page_with_tools.py"
     kept = f"{page}::test_a_visitor_with_a_key_asks_with_tools_and_sends_results"
     assert stale([kept, "tests/structure/test_drills.py::test_any"]) == []
     assert stale([f"{page}::test_another"]) == [kept]

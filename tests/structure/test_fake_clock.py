@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.support.clock import FakeClock
+from support.harness.clock import FakeClock
 
 
 @pytest.fixture

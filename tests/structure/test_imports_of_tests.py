@@ -1,4 +1,4 @@
-"""A suite is a folder: it imports its own helpers and `tests.support`, never another suite or a test module, and nobody edits the path."""
+"""A suite is a folder: it imports its own helpers and `support`, never another suite or a test module, and nobody edits the path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("tests", "e2e", "bench")
+FOLDERS = ("tests", "e2e", "bench", "support")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -29,9 +29,8 @@ def may_import(source: Path, name: str) -> bool:
     room, *inside = name.split(".")
     if room != "tests":
         return True
-    own = source.relative_to(ROOT).parts[:2]
-    is_test = any(part == "conftest" or part.startswith("test_") for part in inside[:2])
-    return inside[0] in ("support", own[1] if own[0] == "tests" else "support") and not is_test
+    is_test = any(part == "conftest" or part.startswith("test_") for part in inside)
+    return source.relative_to(ROOT).parts[:2] == (room, inside[0]) and not is_test
 
 
 def test_a_suite_imports_only_itself_and_what_suites_share() -> None:
@@ -50,7 +49,7 @@ def test_nobody_edits_the_path_on_which_modules_are_found() -> None:
 @pytest.mark.parametrize(
     ("line", "allowed"),
     [
-        ("from tests.support.waiting import until", True),
+        ("from support.harness.waiting import until", True),
         ("from .fleet import Fleet", True),
         ("from tests.apiserver.fleet import Fleet", True),
         ("from ..roles.worker_process import environment_of", False),

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kept import Kept
-from tests.support.standin import eventually
+from support.cluster.standin import eventually
+from support.servers.kept import Kept
 
 PROGRAM = """
 import os, sys
 from contextlib import contextmanager
 from pathlib import Path
-from tests.support.kept import keep
+from support.servers.kept import keep
 
 folder = Path(sys.argv[1])
 
@@ -30,7 +30,7 @@ keep(folder, running())
 USER = """
 import sys
 from pathlib import Path
-from tests.support.kept import Kept
+from support.servers.kept import Kept
 
 folder, *command = sys.argv[1:]
 with Kept(Path(folder), command, 60).use() as facts:

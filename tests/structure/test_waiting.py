@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import waiting
-from tests.support.promises import promise
-from tests.support.waiting import eventually, until, wait_until
+from support.harness import waiting
+from support.harness.promises import promise
+from support.harness.waiting import eventually, until, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 CASES = """
 import asyncio
 import threading
 import pytest
-from tests.support.waiting import until, wait_until
+from support.harness.waiting import until, wait_until
 
 def complains():
     assert False, "two of three pods"
@@ -63,8 +63,8 @@ def report(tmp_path: Path):
     """What pytest prints of one of the cases, and the output that `ci.run` gets."""
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "conftest.py").write_text(
-        'import tests.support.waiting\npytest_plugins = ["tests.support.legs"]\n'
-        "tests.support.waiting.UNTIMED_SECONDS = 1.0\n"
+        'import support.harness.waiting\npytest_plugins = ["support.harness.legs"]\n'
+        "support.harness.waiting.UNTIMED_SECONDS = 1.0\n"
     )
     markers = "\n".join(f"  {name}" for name in ("processes", "system", "deployment", "drill"))
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nasyncio_mode = auto\nmarkers =\n{markers}\n")

@@ -20,20 +20,20 @@ from unittest import mock
 import pytest
 import torch
 
-from examples import random_model
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_workers.device import chosen_device
+from mmd_workers.basics.device import chosen_device
 from mmd_workers.engine.interface import SamplingParams, SequenceInput, StepOutput
 from mmd_workers.features.references import media_end
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.model.prompt import Feature, LoweredPrompt, MediumLayout, PromptLayout
 from mmd_workers.model.source import load_config, resolve_dtype
-from mmd_workers.pod import Pod
 from mmd_workers.prefill.handover import prefix_of
-from mmd_workers.vllm_engine.environment import prepare_environment
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest, Sampling
-from tests.support import adapters, engine_oracle
-from tests.support import model_zoo as zoo
+from mmd_workers.process.pod import Pod
+from mmd_workers.vllm_engine.setup.environment import prepare_environment
+from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.oracles import adapters, engine_oracle, random_model
+from support.oracles import model_zoo as zoo
 
 prepare_environment()
 os.environ["TRITON_F32_DEFAULT"] = (
@@ -42,9 +42,9 @@ os.environ["TRITON_F32_DEFAULT"] = (
 
 from vllm.model_executor.models import registry  # noqa: E402
 
-from mmd_workers.vllm_engine import arguments  # noqa: E402
-from mmd_workers.vllm_engine import make as making  # noqa: E402
 from mmd_workers.vllm_engine.core import VllmCore  # noqa: E402
+from mmd_workers.vllm_engine.setup import arguments  # noqa: E402
+from mmd_workers.vllm_engine.setup import make as making  # noqa: E402
 
 CPU = torch.device("cpu")
 DEVICE = chosen_device(0, "decode")

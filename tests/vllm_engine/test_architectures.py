@@ -11,7 +11,7 @@ import pytest
 
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.model import __file__ as model_package
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 from tests.vllm_engine import cores
 
 LONG = "tell me which of these is the larger one, and what else you see there"

@@ -12,15 +12,15 @@ import torch
 
 from mmd_api.contract.errors import MemoryBudgetError
 from mmd_api.spec.engine_arguments import HAVE_A_FIELD, NOT_SERVED, OF_THE_OPERATOR, expression
-from mmd_workers import memory
-from mmd_workers.memory import MEBIBYTE
+from mmd_workers.basics import memory
+from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.source import load_config
-from mmd_workers.settings import Group
-from mmd_workers.vllm_engine import arguments as arguments_of_vllm
-from mmd_workers.vllm_engine.arguments import LEAST_UTILIZATION, engine_arguments
-from mmd_workers.vllm_engine.extra_arguments import EngineArgs, _Parser, refused
+from mmd_workers.process.settings import Group
 from mmd_workers.vllm_engine.features import MOST_ROWS
+from mmd_workers.vllm_engine.setup import arguments as arguments_of_vllm
+from mmd_workers.vllm_engine.setup.arguments import LEAST_UTILIZATION, engine_arguments
+from mmd_workers.vllm_engine.setup.extra_arguments import EngineArgs, _Parser, refused
 
 from . import cores
 

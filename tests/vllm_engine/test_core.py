@@ -17,14 +17,14 @@ from mmd_api.contract.errors import (
     StepFailedError,
 )
 from mmd_api.contract.sampling import LogitRules
-from mmd_workers.engine.blocks import extend_identities
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
+from mmd_workers.engine.memory.blocks import extend_identities
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature
 from mmd_workers.prefill.handover import prefix_of
 from mmd_workers.vllm_engine.features import LEAST_AHEAD_TOKENS
-from tests.support import engine_oracle
-from tests.support import model_zoo as zoo
+from support.oracles import engine_oracle
+from support.oracles import model_zoo as zoo
 
 from .cores import (
     BLOCK,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmd_api.contract.errors import DeviceLostError, MmdError, OverloadedError, StepFailedError, SuspectError
-from mmd_workers.wire.messages import GenerateRequest
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 from .cores import checkpoint, clear, make, text_request
 

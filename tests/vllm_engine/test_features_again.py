@@ -18,17 +18,18 @@ from mmd_workers.features.store import FeatureStore
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill.service import PrefillService
-from mmd_workers.sequences.book import SequenceBook
+from mmd_workers.prefill.prefill_service import PrefillService
+from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.vllm_engine.host import VllmEngine
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest
-from tests.support import model_zoo as zoo
-from tests.support.waiting import until
+from mmd_workers.wire.messages.message_parts import FeatureRef
+from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.harness.waiting import until
+from support.oracles import model_zoo as zoo
 
 from . import cores
 
-pytest_plugins = ["tests.support.nats_fixture"]
+pytest_plugins = ["support.servers.nats_fixture"]
 
 Connect = Callable[[str], Awaitable[Bus]]
 LONG, SHORT = 200, 4  # answers, in tokens

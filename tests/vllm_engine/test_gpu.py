@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import adapters, engine_oracle
-from tests.support import model_zoo as zoo
+from support.oracles import adapters, engine_oracle
+from support.oracles import model_zoo as zoo
 
 from . import cores
 

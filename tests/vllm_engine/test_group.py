@@ -23,13 +23,13 @@ from mmd_cli.local.pods import free_port
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.peers import PeerDirectory
 from mmd_workers.wire.server import NatsServer
-from tests.support.placing import PROMPT, Client
-from tests.support.processes import children
-from tests.support.waiting import until
+from support.harness.processes import children
+from support.harness.waiting import until
+from support.serving.placing import PROMPT, Client
 
 from . import cores
 
-pytest_plugins = ["tests.support.nats_fixture"]
+pytest_plugins = ["support.servers.nats_fixture"]
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900), cores.needs_ranks]
 READY_SECONDS = 600
 END_SECONDS = 120
@@ -102,7 +102,7 @@ class Replica:
 def identity_of_a_process(folder: Path) -> str:
     """What a process that has not imported vLLM, whose imports extend `sys.path`, finds here."""
     program = (
-        "import sys; from mmd_api.spec.model import ModelSpec; from mmd_workers.identity import of_model;"
+        "import sys; from mmd_api.spec.model import ModelSpec; from mmd_workers.process.identity import of_model;"
         "print(of_model(ModelSpec(id=sys.argv[1])))"
     )
     done = subprocess.run(

@@ -13,7 +13,7 @@ from mmd_api.contract.errors import BadLogitsError, CapacityError, EngineDeadErr
 from mmd_api.spec.engine import EngineSpec
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.startup import Startup
-from mmd_workers.pod import Tasks
+from mmd_workers.process.pod import Tasks
 from mmd_workers.vllm_engine.host import VllmHost
 from mmd_workers.worker import engine_host
 
@@ -92,13 +92,13 @@ def test_a_core_is_made_with_what_the_tower_beside_it_needs() -> None:
     host = engine_host(pod, CPU, encoder)
     assert isinstance(host, VllmHost)
     encoder.tower_bytes = 7  # it is measured when the encoder starts
-    with mock.patch("mmd_workers.vllm_engine.make.make_core") as made:
+    with mock.patch("mmd_workers.vllm_engine.setup.make.make_core") as made:
         host._make_core(lambda _: None)
     assert made.call_args.args[-1] == 7
 
 
 def test_a_first_step_that_does_not_end_before_the_start_deadline_keeps_the_pod_from_serving(monkeypatch):
-    monkeypatch.setattr("mmd_workers.vllm_engine.together.LEAST_JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("mmd_workers.vllm_engine.ranks.together.LEAST_JOIN_SECONDS", 0.1)
     host = made(start_deadline_seconds=0)
 
     async def hangs(_: Any) -> None:
@@ -110,7 +110,7 @@ def test_a_first_step_that_does_not_end_before_the_start_deadline_keeps_the_pod_
 
 
 def test_a_first_step_may_take_as_long_as_the_pod_may_take_to_start(monkeypatch):
-    monkeypatch.setattr("mmd_workers.sequences.stepped.LIMIT_SECONDS", 0.01)
+    monkeypatch.setattr("mmd_workers.sequences.step_thread.LIMIT_SECONDS", 0.01)
 
     class Slow(Runner):
         async def call(self, command: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmd_workers.vllm_engine.environment import prepare_environment
+from mmd_workers.vllm_engine.setup.environment import prepare_environment
 
 prepare_environment()
 
@@ -21,7 +21,7 @@ from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.sample.sampler import Sampler  # noqa: E402
 
 from mmd_api.contract.sampling import LogitRules  # noqa: E402
-from mmd_workers.engine.logit_rules import RuleState, apply_rules  # noqa: E402
+from mmd_workers.engine.choosing.logit_rules import RuleState, apply_rules  # noqa: E402
 
 VOCAB = 40
 CPU = torch.device("cpu")

@@ -21,15 +21,15 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.spec.adapters import AdapterSpec
 from mmd_workers.caches.index import CacheIndex
-from mmd_workers.engine.blocks import root_of
+from mmd_workers.engine.memory.blocks import root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.model import __file__ as model_package
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.source import load_config
-from mmd_workers.vllm_engine import arguments, lora
-from mmd_workers.wire.messages import CacheReport
-from tests.support import adapters
-from tests.support import model_zoo as zoo
+from mmd_workers.vllm_engine.setup import arguments, lora
+from mmd_workers.wire.messages.every_pod import CacheReport
+from support.oracles import adapters
+from support.oracles import model_zoo as zoo
 
 from . import cores
 

@@ -19,16 +19,16 @@ from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.server import HttpServer, routes
 from mmd_workers.observe.startup import Startup
-from mmd_workers.pod import Tasks
+from mmd_workers.process.pod import Tasks
 from mmd_workers.sequences.engine import SequenceEngine
 from mmd_workers.sequences.native import NativeEngine, NativeHost
-from mmd_workers.sequences.running import Sequences
-from mmd_workers.sequences.stepped import SteppedHost
+from mmd_workers.sequences.sequence_events import Sequences
+from mmd_workers.sequences.step_thread import SteppedHost
 from mmd_workers.vllm_engine.host import VllmEngine, VllmHost
-from tests.support import engine_oracle
-from tests.support import model_zoo as zoo
-from tests.support.prometheus_server import Prometheus
-from tests.support.waiting import wait_until
+from support.harness.waiting import wait_until
+from support.oracles import engine_oracle
+from support.oracles import model_zoo as zoo
+from support.servers.prometheus_server import Prometheus
 
 from . import cores
 from .cores import BLOCK, CHUNK, CPU, text_request

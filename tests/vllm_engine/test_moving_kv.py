@@ -16,7 +16,7 @@ import torch
 
 from mmd_api.contract.errors import EngineDeadError
 from mmd_cli.local.pods import free_port
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 from . import cores
 from .cores import Question

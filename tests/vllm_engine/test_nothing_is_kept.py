@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmd_api.contract.errors import CapacityError, CountMismatchError, OverloadedError
 from mmd_workers.prefill.handover import prefix_of
 from mmd_workers.vllm_engine.core import VllmCore
-from tests.support import model_zoo as zoo
+from support.oracles import model_zoo as zoo
 
 from . import cores
 

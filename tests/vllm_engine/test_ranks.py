@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import children
-from tests.support.waiting import wait_until
+from support.harness.processes import children
+from support.harness.waiting import wait_until
 
 from . import cores
 

@@ -19,7 +19,7 @@ from mmd_workers.model import grammar as grammar_module
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.vllm_engine.requests import RequestBuilder
 from mmd_workers.vllm_engine.structured import StepMasks
-from tests.support.composites import CALLS
+from support.oracles.composites import CALLS
 
 from . import cores
 

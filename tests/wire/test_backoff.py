@@ -1,6 +1,6 @@
 """Pauses grow to their longest and differ from one caller to the next."""
 
-from mmd_workers.backoff import Backoff
+from mmd_workers.basics.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest_and_stay_there() -> None:

@@ -19,10 +19,11 @@ from mmd_api.contract.errors import (
 )
 from mmd_workers.wire.bus import CONCURRENT_REQUESTS, Bus
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, Frame, pack
-from mmd_workers.wire.messages import Cancel, MediaRead, MediaSlice, Placed
+from mmd_workers.wire.messages.gateway import MediaRead, MediaSlice
+from mmd_workers.wire.messages.prefill import Cancel, Placed
 from mmd_workers.wire.parts import ASSEMBLY_SECONDS, MAX_ASSEMBLIES, PART_BYTES, Assembler
 from mmd_workers.wire.refusals import Refusal
-from tests.support.waiting import DEADLINE_SECONDS
+from support.harness.waiting import DEADLINE_SECONDS
 
 
 async def test_messages_arrive_in_order(connect):

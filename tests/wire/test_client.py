@@ -8,9 +8,9 @@ import pytest
 from nats.aio.client import Client
 
 from mmd_api.contract.errors import DeadlineError, OverloadedError
-from mmd_workers.wire.messages import Cancel, Placed
+from mmd_workers.wire.messages.prefill import Cancel, Placed
 
-pytest_plugins = ["tests.support.nats_fixture"]
+pytest_plugins = ["support.servers.nats_fixture"]
 
 
 async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(own_nats_server, connect, cut_off):

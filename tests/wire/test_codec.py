@@ -11,18 +11,10 @@ from mmd_api.contract.pools import MODALITIES
 from mmd_api.contract.sampling import LogitRules
 from mmd_workers.wire import messages
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack, pack_frame, unpack, unpack_frame
-from mmd_workers.wire.messages import (
-    Cancel,
-    EmbeddingOffer,
-    FeatureRef,
-    GenerateRequest,
-    Heartbeat,
-    Sampling,
-    TensorHeader,
-    TokenBatch,
-    TokenItem,
-    TokenLogprob,
-)
+from mmd_workers.wire.messages.every_pod import Heartbeat
+from mmd_workers.wire.messages.gateway import TokenBatch, TokenItem
+from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling, TensorHeader, TokenLogprob
+from mmd_workers.wire.messages.prefill import Cancel, EmbeddingOffer, GenerateRequest
 
 text = st.text(max_size=20)
 number = st.integers(min_value=-(2**63), max_value=2**63 - 1)

@@ -19,16 +19,10 @@ from mmd_api.contract.errors import (
 from mmd_workers.wire.codec import Frame, unpack, unpack_frame
 from mmd_workers.wire.embedding_receiver import EmbeddingReceiver
 from mmd_workers.wire.embedding_sender import EmbeddingSender
-from mmd_workers.wire.messages import (
-    EmbeddingChunk,
-    EmbeddingCredit,
-    EmbeddingGrant,
-    EmbeddingOffer,
-    EncodeJob,
-    FeatureRef,
-    TensorHeader,
-)
-from tests.support.waiting import DEADLINE_SECONDS, until
+from mmd_workers.wire.messages.encoder import EmbeddingCredit, EncodeJob
+from mmd_workers.wire.messages.message_parts import FeatureRef, TensorHeader
+from mmd_workers.wire.messages.prefill import EmbeddingChunk, EmbeddingGrant, EmbeddingOffer
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 MIB = 1 << 20
 POD = "prefill-0"

@@ -13,7 +13,7 @@ import mmd_workers
 from mmd_api.contract.errors import ERRORS, MmdError
 from mmd_api.errors_page import errors_page
 from mmd_api.generate import ERRORS_FILE
-from mmd_workers.wire.messages import Cancel, Placed
+from mmd_workers.wire.messages.prefill import Cancel, Placed
 
 ELSEWHERE = ("vllm", "kubernetes")
 """Installed in one of the two environments of `make test` each."""

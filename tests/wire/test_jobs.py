@@ -10,9 +10,11 @@ from mmd_api.contract.errors import CapacityError, DeadlineError, OverloadedErro
 from mmd_api.contract.pools import MODALITIES
 from mmd_workers.wire import jobs
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits, check_fits, round_work
-from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
-from tests.support.clock import FakeClock
-from tests.support.waiting import DEADLINE_SECONDS, until
+from mmd_workers.wire.messages.encoder import EncodeJob
+from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef
+from mmd_workers.wire.messages.prefill import EncodeFailed
+from support.harness.clock import FakeClock
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 SHORT = QueueLimits(ack_wait_seconds=1.0, max_attempts=2)
 PATIENT = QueueLimits(ack_wait_seconds=60.0, max_attempts=2)

@@ -20,8 +20,8 @@ from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.login import Login
 from mmd_workers.wire.stored_files import FileBytes, FileLog, StoredFile, StoreLimits
 from mmd_workers.wire.tenant_tokens import RecordedTokens, TokenRecords
-from tests.support.nats_cluster import NatsCluster, NatsMember
-from tests.support.waiting import until
+from support.harness.waiting import until
+from support.servers.nats_cluster import NatsCluster, NatsMember
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -20,11 +20,11 @@ from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import Frame
 from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.login import Login
-from mmd_workers.wire.messages import Cancel
+from mmd_workers.wire.messages.prefill import Cancel
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.wire.stored_files import FileBytes, FileLog, StoredFile, StoreLimits
 from mmd_workers.wire.tenant_tokens import RecordedTokens, TokenRecords
-from tests.support.waiting import until
+from support.harness.waiting import until
 
 SUBJECTS = Subjects("ai", "chat", "r1")
 OTHERS = Subjects("ai", "other", "r1")

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_api.contract.load import PodLoad
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.wire.messages.every_pod import Heartbeat
 from mmd_workers.wire.peers import MAX_PODS, Heartbeater, PeerDirectory, PeerTable, sent_now
-from tests.support.clock import FakeClock
-from tests.support.memory_bus import MemoryNet
-from tests.support.waiting import DEADLINE_SECONDS, until
+from support.harness.clock import FakeClock
+from support.harness.waiting import DEADLINE_SECONDS, until
+from support.serving.memory_bus import MemoryNet
 
 BEAT = Heartbeat("d-0", "decode", ["decode"], "i1", "r1", "ready", "127.0.0.1:1", 100.0, PodLoad())
 

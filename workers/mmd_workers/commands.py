@@ -13,7 +13,7 @@ from typing import Annotated, cast
 import typer
 
 from mmd_api.contract.pools import POOL_NAMES, ROLES, Role
-from mmd_workers.imports import frozen_imports
+from mmd_workers.basics.imports import frozen_imports
 
 
 def worker(
@@ -23,7 +23,7 @@ def worker(
     """Run one worker pod (what the containers of the pools run)."""
     _exit_on_sigterm()
     with frozen_imports():
-        from mmd_workers.settings import WorkerSettings
+        from mmd_workers.process.settings import WorkerSettings
         from mmd_workers.worker import run
 
     chosen = roles.split(",")
@@ -38,8 +38,8 @@ def gateway() -> None:
     """Run one gateway pod (what the gateway's container runs)."""
     _exit_on_sigterm()
     with frozen_imports():
-        from mmd_workers.gateway.service import run
-        from mmd_workers.settings import WorkerSettings
+        from mmd_workers.gateway.process.gateway_process import run
+        from mmd_workers.process.settings import WorkerSettings
 
     run(WorkerSettings.from_environment())
 

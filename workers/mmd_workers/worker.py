@@ -22,30 +22,31 @@ from mmd_api.contract.load import WorkerState
 from mmd_api.contract.pools import PoolName, Role
 from mmd_api.contract.subjects import Subjects
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_workers import closing
+from mmd_workers.basics.device import chosen_device
+from mmd_workers.basics.node import NODE
 from mmd_workers.caches.reports import FeatureReports
-from mmd_workers.closing import close_each
-from mmd_workers.decode.role import DecodeRole
-from mmd_workers.device import chosen_device
-from mmd_workers.encoder.role import EncoderRole
-from mmd_workers.identity import check_pinned, identified
-from mmd_workers.live import LiveConfig
-from mmd_workers.node import NODE
+from mmd_workers.decode.decode_role import DecodeRole
+from mmd_workers.encoder.encoder_role import EncoderRole
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.server import HttpServer, Progress, listen_address, routes
-from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod, merged, sum_of
-from mmd_workers.prefill.role import PrefillRole
+from mmd_workers.prefill.prefill_role import PrefillRole
+from mmd_workers.process import closing
+from mmd_workers.process.closing import close_each
+from mmd_workers.process.identity import check_pinned, identified
+from mmd_workers.process.live import LiveConfig
+from mmd_workers.process.pod import LIVENESS_SECONDS, Part, Pod, merged, sum_of
+from mmd_workers.process.settings import WorkerSettings
+from mmd_workers.process.warmup import warm_up
 from mmd_workers.sequences.engine import EngineHost
 from mmd_workers.sequences.links import KvLinks
 from mmd_workers.sequences.native import NativeHost
-from mmd_workers.sequences.running import Sequences
-from mmd_workers.settings import WorkerSettings
-from mmd_workers.vllm_engine.follower import FollowerProcess
-from mmd_workers.warmup import warm_up
+from mmd_workers.sequences.sequence_events import Sequences
+from mmd_workers.vllm_engine.ranks.follower import FollowerProcess
 from mmd_workers.wire import codec
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import MESSAGES, Heartbeat
+from mmd_workers.wire.messages import MESSAGES
+from mmd_workers.wire.messages.every_pod import Heartbeat
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory, sent_now
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 from mmd_api.contract.errors import MmdError, UnsupportedModelError
 from mmd_api.spec.model import ModelSpec
 from mmd_cli.check import split, whole
+from mmd_cli.check.check_report import Case, CheckReport
 from mmd_cli.check.model import Checked
 from mmd_cli.check.prompts import Medium, prompts
-from mmd_cli.check.report import Case, CheckReport
 from mmd_workers.model.language import HfLanguageModel
 from mmd_workers.model.prompt import LoweredPrompt
 

@@ -27,8 +27,8 @@ def check(
 
     from mmd_api import faults
     from mmd_api.spec.model import ModelSpec
+    from mmd_cli.check.check_report import lines_of
     from mmd_cli.check.compare import check as compare
-    from mmd_cli.check.report import lines_of
 
     if dtype not in ("Float32", "BFloat16", "Float16"):
         raise typer.BadParameter(f"--dtype {dtype}: not supported; see --help for the accepted values")

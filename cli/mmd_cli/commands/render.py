@@ -11,7 +11,7 @@ import yaml
 from mmd_api.faults import InvalidDeploymentError
 from mmd_api.resource import load_all
 from mmd_cli.console import fail_with_faults
-from mmd_operator.plan import plan_objects
+from mmd_operator.resources.plan import plan_objects
 
 
 def render(

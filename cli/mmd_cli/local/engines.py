@@ -13,12 +13,12 @@ from pathlib import Path
 from mmd_api.faults import Fault
 from mmd_api.spec.engine import EngineSpec
 from mmd_cli.errors import CommandError
-from mmd_workers.vllm_engine.environment import ENVIRONMENT
+from mmd_workers.vllm_engine.setup.environment import ENVIRONMENT
 
 VLLM_ENVIRONMENT = "MMD_VLLM_ENVIRONMENT"
 DEFAULT_FOLDER = ".cache/vllm"
-VLLM_IMPORTED = ("mmd_workers.vllm_engine.make",)
-CHECK = "mmd_workers.vllm_engine.check"
+VLLM_IMPORTED = ("mmd_workers.vllm_engine.setup.make",)
+CHECK = "mmd_workers.vllm_engine.setup.check"
 CHECK_SECONDS = 120.0
 
 

@@ -11,7 +11,7 @@ from mmd_api.readers import changed_paths, effect_of
 from mmd_api.resource import MultimodalDeployment
 from mmd_cli.local.pods import write_config_maps
 from mmd_cli.local.steps import repeat
-from mmd_operator.plan import plan_objects
+from mmd_operator.resources.plan import plan_objects
 
 CHECK_SECONDS = 1.0
 SHOWN_FIELDS = 8

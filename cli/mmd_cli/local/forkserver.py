@@ -23,11 +23,11 @@ from functools import partial
 from subprocess import SubprocessError
 
 from mmd_api.contract.errors import PeerLostError
-from mmd_workers.imports import frozen_imports
+from mmd_workers.basics.imports import frozen_imports
 from mmd_workers.wire.server import die_with_parent
 
 PROGRAM = "mmd"
-IMPORTED = ("mmd_workers.worker", "mmd_workers.gateway.service", "torch._dynamo")
+IMPORTED = ("mmd_workers.worker", "mmd_workers.gateway.process.gateway_process", "torch._dynamo")
 FORKS_PROGRAMS = sys.platform == "linux"
 """Elsewhere libraries' threads do not outlive a fork: there a pod is a new interpreter."""
 MAX_ORDER_BYTES = 131_072
@@ -278,7 +278,7 @@ def main() -> None:
         # a look at the GPUs that leaves CUDA for after the fork
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         with frozen_imports():
-            from mmd_workers.identity import code_fingerprint
+            from mmd_workers.process.identity import code_fingerprint
 
             for name in (*IMPORTED, *sys.argv[1:]):
                 importlib.import_module(name)

@@ -23,7 +23,7 @@ from mmd_cli.local.engines import Interpreter
 from mmd_cli.local.forkserver import ForkedProcess, ForkServer, ForkServers
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.local.state import EXITED
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.server import NatsServer
 
 BACKOFF_SECONDS = (0.5, 30.0)

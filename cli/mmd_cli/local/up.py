@@ -35,9 +35,9 @@ from mmd_cli.local.located import located
 from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets, component_of, free_port, local_pods
 from mmd_cli.local.scale import LocalScaler
 from mmd_cli.local.supervisor import NATS, GaveUpError, Supervisor
-from mmd_operator.plan import plan_objects
 from mmd_operator.resources.nats import PASSWORD_PREFIX, users_configuration, with_passwords
-from mmd_workers.gateway.certificate import load_pair
+from mmd_operator.resources.plan import plan_objects
+from mmd_workers.gateway.access.certificate import load_pair
 from mmd_workers.wire.server import NatsServer
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from mmd_api.contract.pools import PoolName
 from mmd_api.status import RuleEffect, ScalingDecision
-from mmd_operator.sentences import sentence_of
+from mmd_operator.resources.sentences import sentence_of
 
 if TYPE_CHECKING:
     from mmd_operator.autoscaling.history import History

@@ -18,7 +18,7 @@ from mmd_operator.resources.naming import (
     template_digest,
 )
 from mmd_operator.resources.pods import worker_pod
-from mmd_operator.workload_kinds import LWS_GROUP, LWS_VERSION
+from mmd_operator.resources.workload_kinds import LWS_GROUP, LWS_VERSION
 
 
 def initial_replicas(pool: Pool) -> int:

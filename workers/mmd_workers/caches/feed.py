@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 
 from mmd_api.contract.errors import MmdError
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.caches.index import CacheIndex
 from mmd_workers.caches.kinds import CacheKind
-from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus, Subscription
-from mmd_workers.wire.messages import Acknowledged, CacheReport, CacheWanted, Heartbeat
+from mmd_workers.wire.messages.every_pod import CacheReport, CacheWanted, Heartbeat
+from mmd_workers.wire.messages.message_parts import Acknowledged
 from mmd_workers.wire.peers import PeerDirectory, PeerEvent
 
 CHECK_SECONDS = 0.5

@@ -15,9 +15,9 @@ from itertools import islice, repeat
 import numpy as np
 import numpy.typing as npt
 
-from mmd_workers.engine.blocks import LeadingIdentities, MediaSpan
-from mmd_workers.engine.cache_changes import MOST_REPORTED
-from mmd_workers.wire.messages import CacheReport
+from mmd_workers.engine.memory.blocks import LeadingIdentities, MediaSpan
+from mmd_workers.engine.memory.cache_changes import MOST_REPORTED
+from mmd_workers.wire.messages.every_pod import CacheReport
 from mmd_workers.wire.peers import MAX_PODS
 
 Prefix = Mapping[int, Iterable[bytes]]

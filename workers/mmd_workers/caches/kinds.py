@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmd_api.contract.subjects import Subjects
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.messages.every_pod import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from mmd_api.contract.errors import MmdError
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.caches.kinds import FEATURES, CacheKind
-from mmd_workers.engine.cache_changes import CacheDelta
-from mmd_workers.limited_log import RateLimitedLog
-from mmd_workers.pod import Advertised, Part, Pod
-from mmd_workers.wire.messages import Acknowledged, CacheReport, CacheWanted
+from mmd_workers.engine.memory.cache_changes import CacheDelta
+from mmd_workers.process.pod import Advertised, Part, Pod
+from mmd_workers.wire.messages.every_pod import CacheReport, CacheWanted
+from mmd_workers.wire.messages.message_parts import Acknowledged
 
 MOST_NAMED = 4096  # identities in a report, of 18 bytes each
 MOST_AT_ONCE = 4 * MOST_NAMED  # between two samples

@@ -14,11 +14,12 @@ from mmd_api.contract.errors import DrainingError, MmdError, OverloadedError, Re
 from mmd_workers.engine.interface import SampledToken
 from mmd_workers.features.references import media_end
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.sequences.book import SequenceBook, sequence_id
 from mmd_workers.sequences.engine import SequenceEngine
-from mmd_workers.sequences.running import SequenceOwner
+from mmd_workers.sequences.sequence_events import SequenceOwner
+from mmd_workers.sequences.token_publisher import SequenceBook, sequence_id
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import GenerateRequest, Phase, Placed
+from mmd_workers.wire.messages.message_parts import Phase
+from mmd_workers.wire.messages.prefill import GenerateRequest, Placed
 
 log = logging.getLogger(__name__)
 

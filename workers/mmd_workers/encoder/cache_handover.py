@@ -23,7 +23,8 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embedding_receiver import EmbeddingReceiver
 from mmd_workers.wire.embedding_sender import EmbeddingSender
-from mmd_workers.wire.messages import FeaturesGiven, FeaturesWanted, GivenFeature, TensorHeader
+from mmd_workers.wire.messages.encoder import FeaturesGiven, FeaturesWanted, GivenFeature
+from mmd_workers.wire.messages.message_parts import TensorHeader
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.times import FeatureTimes
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.media import SharedReads, read_medium
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest
+from mmd_workers.wire.messages.message_parts import FeatureRef
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from mmd_api.contract.errors import DeviceLostError, MmdError
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderSpec
-from mmd_workers.device import run_isolating
+from mmd_workers.basics.device import run_isolating
 from mmd_workers.encoder.budget import ByteBudget, Held
 from mmd_workers.encoder.run_pace import RunPaces
 from mmd_workers.encoder.stages import EncodeStage, Stages
@@ -35,7 +35,7 @@ from mmd_workers.model.frame_pooling import Mean, clips
 from mmd_workers.model.interfaces import EncoderModel
 from mmd_workers.model.prompt import Feature, MediumLayout, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.wire.messages import FeatureRef
+from mmd_workers.wire.messages.message_parts import FeatureRef
 
 _Encoding = asyncio.Task[tuple[Feature, dict[str, float]]]
 

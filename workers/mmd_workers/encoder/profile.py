@@ -19,11 +19,11 @@ from mmd_api.contract.errors import MemoryBudgetError, UnsupportedInputError
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching
-from mmd_workers.device import check_device
+from mmd_workers.basics.device import check_device
+from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.engine.profile import LiveBytes
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.medium import MediumInfo
-from mmd_workers.memory import MEBIBYTE
 from mmd_workers.model.interfaces import EncoderModel, Frontend
 from mmd_workers.model.prompt import ProcessedMedium
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mmd_api.contract.pools import Modality
 from mmd_api.contract.steps import StepBound
-from mmd_workers.engine.pace import Pace
+from mmd_workers.engine.pacing.pace import Pace
 
 
 class RunPace(Pace):

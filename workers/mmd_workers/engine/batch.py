@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mmd_workers.engine.cpu.library import StepStruct
-from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
 
 

@@ -26,15 +26,15 @@ from mmd_api.contract.sampling import Guidance
 from mmd_api.contract.steps import StepBound
 from mmd_api.contract.text_share import TextShare
 from mmd_api.spec.engine import KvDtype
-from mmd_workers.device import run_isolating
+from mmd_workers.basics.device import run_isolating
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
-from mmd_workers.engine.blocks import BlockPool, MediaSpan, extend_identities
-from mmd_workers.engine.cache_changes import CacheChanges
-from mmd_workers.engine.drafts import Drafts, PromptLookup
-from mmd_workers.engine.estimates import Estimates
+from mmd_workers.engine.choosing.drafts import Drafts, PromptLookup
+from mmd_workers.engine.choosing.guidance import guide
+from mmd_workers.engine.choosing.logit_rules import RuleState, rule_state
+from mmd_workers.engine.choosing.masks import Masks
+from mmd_workers.engine.choosing.sampler import Draw, Sampled, logprobs_of, sample
 from mmd_workers.engine.fusion import prepare
-from mmd_workers.engine.guidance import guide
 from mmd_workers.engine.interface import (
     EngineStats,
     KvReady,
@@ -43,13 +43,13 @@ from mmd_workers.engine.interface import (
     SequenceInput,
     StepOutput,
 )
-from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.logit_rules import RuleState, rule_state
-from mmd_workers.engine.masks import Masks
-from mmd_workers.engine.pace import Pace
+from mmd_workers.engine.memory.blocks import BlockPool, MediaSpan, extend_identities
+from mmd_workers.engine.memory.cache_changes import CacheChanges
+from mmd_workers.engine.memory.kv_pool import KvPool
+from mmd_workers.engine.memory.sequence_room import check_fits, check_spare, preempted
+from mmd_workers.engine.pacing.estimates import Estimates
+from mmd_workers.engine.pacing.pace import Pace
 from mmd_workers.engine.pieces import Work
-from mmd_workers.engine.room import check_fits, check_spare, preempted
-from mmd_workers.engine.sampler import Draw, Sampled, logprobs_of, sample
 from mmd_workers.engine.scheduler import Scheduler
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.grammar import Constraint

@@ -27,7 +27,7 @@ from mmd_workers.engine.cpu.layer import AttentionCall, PackedLayer, PackedLayer
 from mmd_workers.engine.cpu.library import Library, PoolStruct
 from mmd_workers.engine.cpu.modules import PackedLinear, fuse_norms, pack_linears
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.kv_pool import KvPool
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel

@@ -22,14 +22,14 @@ from mmd_api.contract.sampling import LogitRules
 from mmd_api.spec.engine import KvDtype
 from mmd_workers.engine import attention
 from mmd_workers.engine.batch import Batch
+from mmd_workers.engine.choosing.logit_rules import RuleState
+from mmd_workers.engine.choosing.masks import Masks
+from mmd_workers.engine.choosing.sampler import Draw, compute
 from mmd_workers.engine.cpu import library as cpu_library
 from mmd_workers.engine.fusion import fused_heads, prepare
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.kv_pool import KvPool
-from mmd_workers.engine.logit_rules import RuleState
-from mmd_workers.engine.masks import Masks
+from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
-from mmd_workers.engine.sampler import Draw, compute
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel
 

@@ -14,9 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from mmd_api.contract.errors import DeviceLostError, EngineDeadError, OverloadedError
-from mmd_workers.device import check_device
+from mmd_workers.basics.device import check_device
 from mmd_workers.engine.interface import StepOutput
-from mmd_workers.engine.turns import POLL_SECONDS, Turns
+from mmd_workers.engine.pacing.cpu_turns import POLL_SECONDS, Turns
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from mmd_api.contract.text_share import TextShare
-from mmd_workers.engine.blocks import BlockPool, extend_identities
-from mmd_workers.engine.drafts import Drafts
+from mmd_workers.engine.choosing.drafts import Drafts
 from mmd_workers.engine.interface import StepOutput
-from mmd_workers.engine.pace import Pace
+from mmd_workers.engine.memory.blocks import BlockPool, extend_identities
+from mmd_workers.engine.pacing.pace import Pace
 from mmd_workers.engine.pieces import Pieces, Work
 from mmd_workers.engine.sequence import Sequence, SequenceState
 

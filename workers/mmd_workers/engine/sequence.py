@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from mmd_workers.engine.blocks import MediaSpan
-from mmd_workers.engine.drafts import PromptLookup
+from mmd_workers.engine.choosing.drafts import PromptLookup
+from mmd_workers.engine.choosing.logit_rules import RuleState
 from mmd_workers.engine.interface import Logprob, SamplingParams
-from mmd_workers.engine.logit_rules import RuleState
+from mmd_workers.engine.memory.blocks import MediaSpan
 from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.prompt import LoweredPrompt
 

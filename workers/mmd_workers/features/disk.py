@@ -30,7 +30,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 
 from mmd_api.contract.pools import MODALITIES
-from mmd_workers.engine.cache_changes import MOST_REPORTED
+from mmd_workers.engine.memory.cache_changes import MOST_REPORTED
 from mmd_workers.features.held import HeldFeatures
 from mmd_workers.features.tensors import buffers_of
 from mmd_workers.model.prompt import Feature

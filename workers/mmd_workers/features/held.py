@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 
-from mmd_workers.engine.cache_changes import CacheChanges
+from mmd_workers.engine.memory.cache_changes import CacheChanges
 
 
 def feature_identity(feature_id: str) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mmd_api.contract.errors import UnprocessableMediumError
 from mmd_workers.model.prompt import MediumLayout, SamplingPlan
-from mmd_workers.wire.messages import FeatureRef
+from mmd_workers.wire.messages.message_parts import FeatureRef
 
 
 def layout_of(ref: FeatureRef) -> MediumLayout:

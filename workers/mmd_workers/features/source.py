@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from mmd_api.contract.errors import DeadlineError, MediaGoneError, MmdError
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest
+from mmd_workers.wire.messages.message_parts import FeatureRef
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 
 class FeatureSource(Protocol):

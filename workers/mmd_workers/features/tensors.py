@@ -6,7 +6,7 @@ import torch
 
 from mmd_api.contract.pools import Modality
 from mmd_workers.model.prompt import Feature
-from mmd_workers.wire.messages import TensorHeader
+from mmd_workers.wire.messages.message_parts import TensorHeader
 
 
 def buffers_of(feature: Feature) -> list[tuple[TensorHeader, memoryview]]:

@@ -15,7 +15,7 @@ import torch
 
 from mmd_api.spec.engine import KvDtype
 from mmd_api.spec.transfer import KvWireFormat
-from mmd_workers import packing
+from mmd_workers.basics import packing
 from mmd_workers.kv.chunks import Layout, dtype_of, empty_range
 
 

@@ -10,8 +10,8 @@ import torch
 
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.engine import KvDtype
+from mmd_workers.basics.packing import row_bytes
 from mmd_workers.model.reasoning import Begin
-from mmd_workers.packing import row_bytes
 
 DegradedBy = Literal["context", "load", "failure"]
 

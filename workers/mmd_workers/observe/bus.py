@@ -7,7 +7,7 @@ import logging
 import time
 
 from mmd_api.contract.errors import MmdError
-from mmd_workers.limited_log import RateLimitedLog
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 

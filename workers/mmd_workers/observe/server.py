@@ -33,7 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmd_api.contract import paths
 from mmd_api.contract.errors import ForbiddenError
-from mmd_workers.memory import host_bytes
+from mmd_workers.basics.memory import host_bytes
 from mmd_workers.observe import tls
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.unread import UnreadBodyMiddleware

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mmd_workers.observe.logs import RepeatedWarning
-from mmd_workers.wire.messages import Phase
+from mmd_workers.wire.messages.message_parts import Phase
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider

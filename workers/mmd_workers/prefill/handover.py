@@ -25,27 +25,20 @@ from mmd_api.contract.errors import (
     PeerLostError,
 )
 from mmd_api.spec.transfer import KvWireFormat
-from mmd_workers.backoff import Backoff
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
-from mmd_workers.engine.blocks import leading_identities, root_of
+from mmd_workers.basics.backoff import Backoff
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.basics.limited_log import RateLimitedLog
+from mmd_workers.engine.memory.blocks import leading_identities, root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.kv.quantize import KvWire
-from mmd_workers.limited_log import RateLimitedLog
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.sequences.engine import SequenceEngine
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.messages import (
-    Acknowledged,
-    GenerateRequest,
-    KvChunk,
-    KvCommit,
-    KvCommitted,
-    KvGrant,
-    KvOffer,
-    KvRelease,
-)
+from mmd_workers.wire.messages.decode import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, KvRelease
+from mmd_workers.wire.messages.message_parts import Acknowledged
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 log = logging.getLogger(__name__)
 

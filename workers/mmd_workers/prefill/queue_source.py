@@ -17,7 +17,7 @@ from mmd_api.contract.errors import (
     UnprocessableMediumError,
     error_of,
 )
-from mmd_workers.backoff import Backoff
+from mmd_workers.basics.backoff import Backoff
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.tensors import feature_of
@@ -27,17 +27,9 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embedding_receiver import EmbeddingReceiver
 from mmd_workers.wire.jobs import EncodeQueue
-from mmd_workers.wire.messages import (
-    Acknowledged,
-    EncodeCheck,
-    EncodeFailed,
-    EncodeJob,
-    EncodeTaken,
-    EncodeWanted,
-    FeatureRef,
-    GenerateRequest,
-    TensorHeader,
-)
+from mmd_workers.wire.messages.encoder import EncodeJob, EncodeTaken
+from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef, TensorHeader
+from mmd_workers.wire.messages.prefill import EncodeCheck, EncodeFailed, EncodeWanted, GenerateRequest
 
 log = logging.getLogger(__name__)
 

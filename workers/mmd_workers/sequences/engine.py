@@ -15,12 +15,12 @@ from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import Modality
 from mmd_workers.caches.kinds import PREFIXES
 from mmd_workers.caches.reports import MOST_AT_ONCE, CacheReports
-from mmd_workers.engine.cache_changes import CacheDelta
 from mmd_workers.engine.interface import EngineStats, StepOutput
+from mmd_workers.engine.memory.cache_changes import CacheDelta
 from mmd_workers.engine.scheduler import TEXT_SECONDS
 from mmd_workers.model.prompt import Feature, KvLayout
-from mmd_workers.pod import Advertised, Part, Pod
-from mmd_workers.wire.messages import GenerateRequest
+from mmd_workers.process.pod import Advertised, Part, Pod
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)

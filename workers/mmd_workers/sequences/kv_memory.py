@@ -6,10 +6,10 @@ import logging
 
 import torch
 
-from mmd_workers import memory
-from mmd_workers.memory import MEBIBYTE, MemoryBudget
+from mmd_workers.basics import memory
+from mmd_workers.basics.memory import MEBIBYTE, MemoryBudget
 from mmd_workers.model.prompt import KvLayout
-from mmd_workers.pod import Pod
+from mmd_workers.process.pod import Pod
 
 log = logging.getLogger(__name__)
 

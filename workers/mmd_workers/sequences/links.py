@@ -8,7 +8,7 @@ import torch
 
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.observe.server import Progress
-from mmd_workers.pod import LIVENESS_SECONDS, Part, Pod
+from mmd_workers.process.pod import LIVENESS_SECONDS, Part, Pod
 from mmd_workers.wire.peers import PeerEvent
 
 

@@ -11,9 +11,9 @@ import torch
 
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.engine import KvDtype
-from mmd_workers.engine.blocks import root_of
 from mmd_workers.engine.engine import Engine
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
+from mmd_workers.engine.memory.blocks import root_of
 from mmd_workers.engine.profile import activation_bytes
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.features.references import layout_of, media_spans
@@ -22,11 +22,11 @@ from mmd_workers.model.grammar import Grammars, load_tokenizer
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.language import load_language_model
 from mmd_workers.model.prompt import Feature, KvLayout
-from mmd_workers.pod import Pod
+from mmd_workers.process.pod import Pod
 from mmd_workers.sequences.engine import Added
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
-from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
-from mmd_workers.wire.messages import GenerateRequest
+from mmd_workers.sequences.step_thread import SteppedEngine, SteppedHost
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 log = logging.getLogger(__name__)
 

@@ -32,24 +32,25 @@ from mmd_api.contract.errors import (
     StepFailedError,
     SuspectError,
 )
-from mmd_workers.device import check_device
-from mmd_workers.engine.blocks import extend_identities, root_of
-from mmd_workers.engine.cache_changes import CacheChanges
-from mmd_workers.engine.estimates import Estimates
+from mmd_workers.basics.device import check_device
 from mmd_workers.engine.interface import EngineStats, KvReady, Logprob, SampledToken, StepOutput
-from mmd_workers.engine.room import blocks_for, check_fits, check_spare, preempted
+from mmd_workers.engine.memory.blocks import extend_identities, root_of
+from mmd_workers.engine.memory.cache_changes import CacheChanges
+from mmd_workers.engine.memory.sequence_room import blocks_for, check_fits, check_spare, preempted
+from mmd_workers.engine.pacing.estimates import Estimates
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.grammar import Constraint, Grammars
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.features import Shelf
-from mmd_workers.vllm_engine.kv_of_ranks import Kv
 from mmd_workers.vllm_engine.metrics import VllmMetrics
-from mmd_workers.vllm_engine.ranks import RankExecutor
+from mmd_workers.vllm_engine.ranks.kv_of_ranks import Kv
+from mmd_workers.vllm_engine.ranks.rank_executor import RankExecutor
 from mmd_workers.vllm_engine.reasons import FROM_A_RANK, reason
 from mmd_workers.vllm_engine.requests import RequestBuilder, check_unguided, in_order, joined
+from mmd_workers.vllm_engine.setup.weights import loaded_bytes
 from mmd_workers.vllm_engine.structured import StepMasks
-from mmd_workers.vllm_engine.weights import loaded_bytes
-from mmd_workers.wire.messages import GenerateRequest, Sampling
+from mmd_workers.wire.messages.message_parts import Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 MOST_SUSPICIONS = 2  # engines that may fail in a step that ran a request beside others
 

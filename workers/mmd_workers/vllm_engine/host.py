@@ -14,18 +14,16 @@ import torch
 
 from mmd_api.contract.errors import BadLogitsError, EngineDeadError, EngineSettingsError, MmdError
 from mmd_api.contract.pools import Modality
-from mmd_workers.closing import close_each, end_now
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.group import Leader
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.observe.server import Progress
-from mmd_workers.pod import Pod
+from mmd_workers.process.closing import close_each, end_now
+from mmd_workers.process.group import Leader
+from mmd_workers.process.pod import Pod
 from mmd_workers.sequences.engine import Added
-from mmd_workers.sequences.stepped import SteppedEngine, SteppedHost
-from mmd_workers.vllm_engine.environment import prepare_environment
-from mmd_workers.vllm_engine.reasons import reason, weight
-from mmd_workers.vllm_engine.together import (
+from mmd_workers.sequences.step_thread import SteppedEngine, SteppedHost
+from mmd_workers.vllm_engine.ranks.together import (
     SETTLE_SECONDS,
     MemberEndedError,
     StuckError,
@@ -33,7 +31,9 @@ from mmd_workers.vllm_engine.together import (
     join_seconds,
     until_ended,
 )
-from mmd_workers.wire.messages import GenerateRequest
+from mmd_workers.vllm_engine.reasons import reason, weight
+from mmd_workers.vllm_engine.setup.environment import prepare_environment
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 if TYPE_CHECKING:
     from mmd_workers.vllm_engine.core import VllmCore
@@ -230,7 +230,7 @@ class VllmHost(SteppedHost):
     def _make_core(self, rank_lost: Callable[[str], object]) -> VllmCore:
         prepare_environment()
         try:
-            from mmd_workers.vllm_engine.make import make_core
+            from mmd_workers.vllm_engine.setup.make import make_core
         except ImportError as error:
             raise EngineSettingsError(
                 f"spec.engine.type: VLLM is not installed in this environment ({error}); use an image built with ENGINE=vllm, or run "

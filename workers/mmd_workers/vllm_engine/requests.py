@@ -18,10 +18,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.request import Request
 
 from mmd_api.contract.errors import StepFailedError, UnsupportedParameterError
-from mmd_workers.engine.sampler import uniform
+from mmd_workers.engine.choosing.sampler import uniform
 from mmd_workers.model.prompt import Feature
 from mmd_workers.vllm_engine.sampling import draw_of
-from mmd_workers.wire.messages import FeatureRef, GenerateRequest
+from mmd_workers.wire.messages.message_parts import FeatureRef
+from mmd_workers.wire.messages.prefill import GenerateRequest
 
 ON_HOST = MultiModalSharedField(
     batch_size=1, keep_on_cpu=True

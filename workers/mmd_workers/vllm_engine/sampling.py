@@ -17,10 +17,10 @@ from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from mmd_workers.engine.choosing.logit_rules import rule_state
+from mmd_workers.engine.choosing.sampler import Draw, pick
 from mmd_workers.engine.interface import SamplingParams
-from mmd_workers.engine.logit_rules import rule_state
-from mmd_workers.engine.sampler import Draw, pick
-from mmd_workers.wire.messages import Sampling
+from mmd_workers.wire.messages.message_parts import Sampling
 
 ARGUMENT = "mmd_draw"
 

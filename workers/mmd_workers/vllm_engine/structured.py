@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
+from mmd_workers.engine.choosing.masks import Masks
 from mmd_workers.engine.cpu.library import kernels
-from mmd_workers.engine.masks import Masks
 from mmd_workers.model import source
 from mmd_workers.model.grammar import Constraint, Grammars, load_tokenizer
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from mmd_api.contract.weights import WeightsError
 from mmd_api.weights import Download
-from mmd_workers.backoff import Backoff
+from mmd_workers.basics.backoff import Backoff
 from mmd_workers.weights.cache import MANIFEST, PARTIAL, CachedFiles
 from mmd_workers.weights.names import PART
 from mmd_workers.weights.progress import DownloadProgress

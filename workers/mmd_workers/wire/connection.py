@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
-from mmd_workers.limited_log import RateLimitedLog
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.wire.client import NatsClient
 from mmd_workers.wire.login import Login, refuse_credentials_in
 

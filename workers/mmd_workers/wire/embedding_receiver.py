@@ -22,13 +22,9 @@ from mmd_api.contract.errors import (
 from mmd_workers.wire.bulk import Bulk
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.embeddings import MAX_CHUNK_BYTES, RETRY_SECONDS, new_digest
-from mmd_workers.wire.messages import (
-    EmbeddingChunk,
-    EmbeddingCredit,
-    EmbeddingGrant,
-    EmbeddingOffer,
-    TensorHeader,
-)
+from mmd_workers.wire.messages.encoder import EmbeddingCredit
+from mmd_workers.wire.messages.message_parts import TensorHeader
+from mmd_workers.wire.messages.prefill import EmbeddingChunk, EmbeddingGrant, EmbeddingOffer
 
 OfferDecision = Literal["send", "have", "wait", "refuse"]
 Wants = Callable[[str, int], OfferDecision]

@@ -23,14 +23,9 @@ from mmd_api.contract.errors import (
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import Frame, unpack
 from mmd_workers.wire.embeddings import MAX_CHUNK_BYTES, RETRY_SECONDS, new_digest
-from mmd_workers.wire.messages import (
-    EmbeddingChunk,
-    EmbeddingCredit,
-    EmbeddingGrant,
-    EmbeddingOffer,
-    EncodeJob,
-    TensorHeader,
-)
+from mmd_workers.wire.messages.encoder import EmbeddingCredit, EncodeJob
+from mmd_workers.wire.messages.message_parts import TensorHeader
+from mmd_workers.wire.messages.prefill import EmbeddingChunk, EmbeddingGrant, EmbeddingOffer
 
 Sent = Literal["sent", "have", "refused"]
 

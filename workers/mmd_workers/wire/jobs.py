@@ -40,12 +40,14 @@ from mmd_api.contract.errors import (
     WireError,
 )
 from mmd_api.contract.pools import MODALITIES, Modality
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
-from mmd_workers.limited_log import RateLimitedLog
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.client import cancellable
 from mmd_workers.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
-from mmd_workers.wire.messages import Acknowledged, EncodeFailed, EncodeJob, FeatureRef
+from mmd_workers.wire.messages.encoder import EncodeJob
+from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef
+from mmd_workers.wire.messages.prefill import EncodeFailed
 
 _STREAM_FULL = {10077, 10123}  # maximum messages or bytes exceeded; insufficient storage resources
 MAX_WORK_DIGITS = 15  # of a subject; more are no job of ours

@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mmd_api.contract.errors import DeadlineError, LinkError, MediaGoneError, MmdError, OverloadedError
-from mmd_workers.backoff import Backoff
+from mmd_workers.basics.backoff import Backoff
 from mmd_workers.wire.bulk import Bulk
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.codec import Frame
-from mmd_workers.wire.messages import MediaRead, MediaSlice
+from mmd_workers.wire.messages.gateway import MediaRead, MediaSlice
 
 MAX_SLICE_BYTES = 768 << 10
 _WINDOW_SLICES = 6

@@ -13,10 +13,10 @@ from typing import Literal
 from mmd_api.contract.errors import DeadlineError, MmdError
 from mmd_api.contract.load import WorkerState
 from mmd_api.contract.pools import Role
-from mmd_workers.clock import SYSTEM_CLOCK, Clock
-from mmd_workers.limited_log import RateLimitedLog
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.wire.bus import Bus, Subscription
-from mmd_workers.wire.messages import Heartbeat
+from mmd_workers.wire.messages.every_pod import Heartbeat
 
 MAX_PODS = 4096
 _RETIRED_INCARNATIONS = 8

@@ -31,7 +31,7 @@ from mmd_api.contract.errors import (
     WireError,
 )
 from mmd_api.contract.pools import Modality
-from mmd_workers.limited_log import RateLimitedLog
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.codec import pack, unpack
 

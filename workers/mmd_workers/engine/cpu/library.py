@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from mmd_api.spec.engine import KvDtype
-from mmd_workers import packing
+from mmd_workers.basics import packing
 from mmd_workers.engine.cpu.pages import use_huge_pages
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,180 @@
+"""One operator acts at a time: a Lease that is held, renewed and given back. Independent of deployments.
+
+The rules are those of client-go's leaderelection: a lease of another counts as held until this process has seen it unchanged for
+its whole duration on its own clock, so clocks of machines need not agree. The client library's own election is not used: its lock
+cannot be created (it gives `pretty` a boolean, which its generated API refuses), and one lost connection ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic import DynamicClient
+
+from mmd_operator.kube.cluster import UNREACHABLE, counted
+from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pauses import Pauses
+
+logger = logging.getLogger(__name__)
+
+LEASE_NAME = "multimodal-operator"
+LEASE_SECONDS = 15
+SAFE_SECONDS = 10.0
+"""Without a renewal for this long, this process stops acting: well before another may begin."""
+CALL_SECONDS = 4.0
+_FAILED_CALL = (ApiException, *UNREACHABLE)
+
+
+class NotLeaderError(RuntimeError):
+    """This process may not write: its lease is not held, or may have gone to another."""
+
+
+class Leadership:
+    """The Lease of this operator in a namespace."""
+
+    def __init__(self, api: ApiClient, namespace: str, metrics: OperatorMetrics, pauses: Pauses) -> None:
+        self.identity = f"{socket.gethostname()}_{os.getpid()}_{uuid4().hex[:8]}"
+        self._dynamic = DynamicClient(api)
+        self._metrics, self._pauses = metrics, pauses
+        self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._renewed: float | None = None
+        self._last_attempt = time.monotonic()
+        self._other: tuple[str, float] = (
+            "",
+            0.0,
+        )  # another's lease: its version, and when that was first seen
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease was renewed so recently that no other replica can have acquired it."""
+        return self._renewed is not None and time.monotonic() - self._renewed < SAFE_SECONDS
+
+    def fence(self) -> None:
+        """Called before every write.
+
+        Raises:
+            NotLeaderError: the lease is not held; a process that slept too long finds out here.
+        """
+        if not self.held:
+            raise NotLeaderError(f"{self.identity} does not hold the lease {LEASE_NAME}; stopping")
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Time since the last attempt to take or renew the lease; it grows in a hung process."""
+        return time.monotonic() - self._last_attempt
+
+    async def lead(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the lease, then work until the work ends or the lease is lost; work is cancelled then.
+
+        Raises:
+            NotLeaderError: the lease was lost.
+        """
+        while not await self._try():
+            await asyncio.sleep(self._pauses.lease_seconds)
+        logger.info("%s is the leader", self.identity)
+        working = asyncio.ensure_future(work())
+        try:
+            while self.held:
+                done, _ = await asyncio.wait({working}, timeout=self._pauses.lease_seconds)
+                if done:
+                    return await working
+                await self._try()
+            raise NotLeaderError(
+                f"the lease {LEASE_NAME} was lost; exiting so that another replica can take over"
+            )
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+            if self.held:
+                await self._give_back()
+
+    async def _try(self) -> bool:
+        """Take or renew the lease, if that is allowed now."""
+        self._last_attempt = started = time.monotonic()
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                taken = await self._take(started)
+        except _FAILED_CALL as error:
+            if not (isinstance(error, ApiException) and error.status == 409):  # another was faster
+                logger.warning("failed to write the lease: %s", str(error) or repr(error))
+            return False
+        if taken:
+            self._renewed = started
+        return taken
+
+    async def _take(self, now: float) -> bool:
+        lease = await self._read()
+        if lease is None:
+            await self._write("post", self._collection, {"metadata": {"name": LEASE_NAME}}, transitions=0)
+            return True
+        spec, version = lease.get("spec", {}), lease["metadata"]["resourceVersion"]
+        holder, transitions = spec.get("holderIdentity"), spec.get("leaseTransitions", 0)
+        if holder not in (self.identity, None, ""):
+            self._renewed = None
+            if self._other[0] != version:
+                self._other = (version, now)
+            if now - self._other[1] < spec.get("leaseDurationSeconds", LEASE_SECONDS):
+                return False
+        path = f"{self._collection}/{LEASE_NAME}"
+        transitions += holder != self.identity
+        await self._write(
+            "put", path, {"metadata": lease["metadata"]}, transitions, spec if holder == self.identity else {}
+        )
+        return True
+
+    async def _read(self) -> dict[str, Any] | None:
+        try:
+            return await self._call("get", f"{self._collection}/{LEASE_NAME}")
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def _call(self, verb: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        with counted(self._metrics, verb):
+            response = await self._dynamic.request(verb, path, body=body, serialize=False)
+            answer: dict[str, Any] = await response.json()
+        return answer
+
+    async def _write(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any],
+        transitions: int,
+        held: dict[str, Any] | None = None,
+    ) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": LEASE_SECONDS,
+            "acquireTime": (held or {}).get("acquireTime", now),
+            "renewTime": now,
+            "leaseTransitions": transitions,
+        }
+        whole = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **body, "spec": spec}
+        await self._call(method, path, whole)
+
+    async def _give_back(self) -> None:
+        """Release the lease, so that the next leader need not wait for it to expire."""
+        self._renewed = None
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                lease = await self._read()
+                if lease is not None and lease.get("spec", {}).get("holderIdentity") == self.identity:
+                    lease["spec"]["holderIdentity"] = None
+                    path = f"{self._collection}/{LEASE_NAME}"
+                    await self._call("put", path, lease)
+        except _FAILED_CALL as error:
+            logger.warning("failed to release the lease; it expires in %d s: %s", LEASE_SECONDS, error)

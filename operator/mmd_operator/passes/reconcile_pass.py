@@ -1,0 +1,278 @@
+"""What a pass over one deployment does, as a list of steps, and what it remembers for the next: see the parts that it joins.
+
+Independent of loops and kopf: it is given the deployment, and returns when to look again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from mmd_api.contract.logs import RELAYED
+from mmd_api.pipeline import pipeline_revision
+from mmd_api.resource import MultimodalDeployment
+from mmd_api.status import WeightsStatus
+from mmd_operator.kube.context import PassContext
+from mmd_operator.kube.pod_client import ReportFetcher
+from mmd_operator.kube.status_time import now as status_time
+from mmd_operator.observed.observed import Body, Child, Observed, PodView, child_of
+from mmd_operator.observed.problems import Deadlines, Problem, gathered, pod_problem, waiting_for_nodes
+from mmd_operator.observed.stored_spec import Reading, read
+from mmd_operator.passes.finalizer import FINALIZER, Finalizer
+from mmd_operator.passes.pool_objects import PoolObjects
+from mmd_operator.passes.removal import Removal
+from mmd_operator.resources.naming import WEIGHTS, Manifest
+from mmd_operator.resources.plan import plan_objects
+from mmd_operator.resources.workload_kinds import POOL_KINDS
+from mmd_operator.rollout.execution import Execution
+from mmd_operator.rollout.next_step import Step, next_step
+from mmd_operator.rollout.pinning import Pins
+from mmd_operator.rollout.rollout_target import RolloutTarget
+from mmd_operator.scaling.pool_scaling import PoolScaling, ScalingView
+from mmd_operator.sizes.groups import with_its_start
+from mmd_operator.sizes.pending_growth import PendingGrowth
+from mmd_operator.sizes.pool_sizes import pools_in
+from mmd_operator.status.facts import Facts
+from mmd_operator.status.gateway_secrets import GatewaySecrets
+from mmd_operator.status.group_crashes import GroupCrashes
+from mmd_operator.status.shortage import Shortage
+from mmd_operator.status.silent_controllers import SilentControllers
+from mmd_operator.status.status_writer import StatusWriter
+from mmd_operator.status.weights_download import WeightsDownload, weights_problems, weights_words
+
+
+class ReconcilePass:
+    """Reconciles one deployment (one UID). `not_scaled`: why the autoscaler's last tick could not scale."""
+
+    def __init__(
+        self,
+        context: PassContext,
+        report_fetcher: ReportFetcher,
+        observe: Callable[[], Observed],
+        body: Body | None = None,
+    ) -> None:
+        self.uid = body["metadata"]["uid"] if body is not None else ""
+        self.not_scaled: Problem | None = None
+        self._growth = PendingGrowth()
+        self.scaling = PoolScaling(
+            context.cluster, report_fetcher, context.metrics, context.namespace, self._growth, context.pauses
+        )
+        self.status = StatusWriter(context)
+        self._context = context
+        self._observe = observe
+        self._reading: tuple[object, Reading] | None = None
+        self._planned: tuple[object, Reading, list[Manifest]] | None = None
+        self._target = RolloutTarget(context, self.uid)
+        self._pins = Pins(report_fetcher)
+        self._shortage = Shortage(context)
+        self._crashes = GroupCrashes()
+        self._silent = SilentControllers()
+        self._gateway_secrets = GatewaySecrets(context, report_fetcher)
+        self._finalizer = Finalizer(context)
+        self._pool_objects = PoolObjects(context, self.uid)
+        self._weights = WeightsDownload(report_fetcher, context.pauses)
+        self._execution = Execution(context, self.uid, self._growth)
+        self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
+        if body is not None:
+            self.scaling.remember(body.get("status", {}))
+            self._pins.remember(body.get("status", {}))
+            self._target.remember(body.get("status", {}))
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a pass has read the spec."""
+        return self._planned is not None
+
+    def scaled(self, body: Body | None) -> ScalingView | None:
+        """What the autoscaler decides from. `body`: the deployment now. None while nothing of it may be scaled."""
+        if body is None or body["metadata"]["uid"] != self.uid or "deletionTimestamp" in body["metadata"]:
+            return None
+        deployment = self._target.of(body, self._reading_of(body)).deployment
+        observed = self.observe()
+        gateway = observed.children.get(("Deployment", f"{self._context.name}-gateway"))
+        serving = gateway.workload.template_revision if gateway and gateway.workload else None
+        if deployment is None or deployment.spec.paused or serving is None:
+            return None
+        return ScalingView(deployment.spec, serving, observed)
+
+    def observe(self) -> Observed:
+        """What the watch shows, and the growth that was decided and that it does not show yet."""
+        observed = self._observe()
+        return replace(observed, growth=self._growth.unseen(observed))
+
+    async def verify_growth(self) -> None:
+        """Look up sizes that the watch has not shown for long.
+
+        Raises:
+            RefusedError, BusyError: see there.
+        """
+        await self._growth.verify(self._observe(), self._sized)
+
+    async def _sized(self, name: str) -> Child | None:
+        for kind in POOL_KINDS:
+            found = await self._context.cluster.get(kind, self._context.namespace, name)
+            if found is not None and (child := child_of(kind, found)).owner_uid in (self.uid, None):
+                return child
+        return None
+
+    async def run(self, body: Body, *, failing: bool) -> float:
+        """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
+        if await self.removal.namespace_ends(failing=failing):
+            return await self.removal.let_go(body)
+        if "deletionTimestamp" in body["metadata"]:
+            if FINALIZER not in body["metadata"].get("finalizers", ()):
+                return self._context.pauses.resync_seconds
+            return await self.removal.remove(body)
+        if await self._finalizer.ensure(body):
+            return self._context.pauses.resync_seconds  # the change comes back as an event
+        own = self._reading_of(body)
+        if own.deployment is not None:
+            await self._target.find(body, own.deployment.spec, own)
+        reading, planned = self._plan(body)
+        if (deployment := reading.deployment) is None:
+            await self._report_faults(body, reading, self.observe())
+            return self._context.pauses.resync_seconds
+        if await self._pin(body, self.observe(), pipeline_revision(deployment.spec)):
+            _, planned = self._plan(
+                body
+            )  # so that a gateway that switches to the revision now names its digest
+        return await self._towards(body, reading, deployment, planned)
+
+    def _plan(self, body: Body) -> tuple[Reading, list[Manifest]]:
+        """The objects of the spec in effect; recomputed only when that changes, and when its revision has been pinned."""
+        pins = tuple((pin.revision, pin.identity, pin.image) for pin in self._pins.status)
+        key = (body["metadata"].get("generation"), self._target.digest, pins)
+        if self._planned is None or self._planned[0] != key:
+            reading = self._target.of(body, self._reading_of(body))
+            objects: list[Manifest] = []
+            if (deployment := reading.deployment) is not None:
+                pinned = self._pins.of(pipeline_revision(deployment.spec))
+                objects = plan_objects(deployment, self._context.namespace, pinned)
+            self._planned = (key, reading, objects)
+        return self._planned[1], self._planned[2]
+
+    def _reading_of(self, body: Body) -> Reading:
+        """The spec of a deployment; read only for a new generation."""
+        generation = body["metadata"].get("generation")
+        if self._reading is None or self._reading[0] != generation:
+            self._reading = generation, read(body)
+        return self._reading[1]
+
+    async def _report_faults(self, body: Body, reading: Reading, observed: Observed) -> None:
+        """Report why no plan can be made; existing objects stay unchanged."""
+        faults = tuple(
+            Problem("InvalidSpec", f.field or "spec", f.message, reading.remedy, revision=None)
+            for f in reading.faults
+        )
+        await self.status.publish(body, self._facts(body, observed, reading, None, faults))
+
+    async def _towards(
+        self,
+        body: Body,
+        reading: Reading,
+        deployment: MultimodalDeployment,
+        planned: list[Manifest],
+    ) -> float:
+        await self.verify_growth()
+        spec, uid, observed = deployment.spec, body["metadata"]["uid"], self.observe()
+        secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
+        applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]
+        step = next_step(spec, pipeline_revision(spec), applied, observed, uid, time.time())
+        now = time.time()
+        deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
+        problems = _pod_problems(observed, now, deadlines)
+        problems += self._crashes.problems(observed)
+        problems += self._silent.problems(observed, time.monotonic())
+        problems += self._pins.moved(observed)
+        own = self._reading_of(body).deployment
+        if not spec.paused:
+            if own is not None:
+                problems += await self._target.keep(body, own.spec, step.serving)
+            with self._growth.deciding(step.growth):
+                found, settled = await self._execution.carry_out(body, step, secrets, observed)
+            problems += found
+            problems += await self._pool_objects.publish(body, spec, observed, step.serving)
+            if not settled and step.stage == "Complete":
+                step = replace(step, stage="Updating")
+        weights, pods = await self._weights.look(planned, observed, time.monotonic())
+        problems += weights_problems(weights, _job_of(weights, observed), pods, now)
+        problems += await self._shortage.problems(observed)
+        problems += await self._gateway_secrets.problems(spec, observed, time.monotonic())
+        problems += [self.not_scaled] if self.not_scaled else []
+        problems += [*self._finalizer.problems(), *self.status.problems()]
+        due = await self._target.advance(
+            body, spec, step, observed, gathered(problems), status_time(), downloading=self._weights.advances
+        )
+        if step.stage == "Complete" and not spec.paused and self._target.digest is not None:
+            await self._target.history.complete(self._target.digest)
+        facts = self._facts(body, observed, reading, step, tuple(problems))
+        waiting = (weights_words(weights), waiting_for_nodes(observed.pods, now, deadlines))
+        words = "; ".join(filter(None, waiting))
+        await self.status.publish(body, replace(facts, waiting=words, weights=weights))
+        awaits = self._shortage.lasts or self._gateway_secrets.last or self._execution.awaits_secret
+        rests = step.stage == "Complete" and not awaits
+        pauses = self._context.pauses
+        return pauses.resync_seconds if rests else min(pauses.moving_seconds, due)
+
+    async def _pin(self, body: Body, observed: Observed, revision: str) -> bool:
+        """Pin a revision to what its first Ready pod runs. Returns whether that is new."""
+        pin = await self._pins.look(observed, revision)
+        if pin is not None:
+            commit = f"model commit {pin.commit}" if pin.commit else ""
+            adapters = [f"commit {adapter.commit} of adapter {adapter.name}" for adapter in pin.adapters]
+            names = ", ".join(filter(None, [pin.identity, commit, *adapters, pin.image]))
+            self._context.events.report(body, "Pinned", f"revision {pin.revision} is pinned to {names}")
+        return pin is not None
+
+    def _facts(
+        self,
+        body: Body,
+        observed: Observed,
+        reading: Reading,
+        step: Step | None,
+        problems: tuple[Problem, ...],
+    ) -> Facts:
+        spec = reading.deployment.spec if reading.deployment else None
+        return Facts(
+            name=self._context.name,
+            namespace=self._context.namespace,
+            pools=pools_in(spec) if spec else (),
+            managed_nats=spec.nats.managed if spec else False,
+            tls=bool(spec and spec.gateway.tls),
+            route_parents=tuple(spec.gateway.http_route.parent_refs)
+            if spec and spec.gateway.http_route
+            else (),
+            auth=spec.gateway.auth if spec else None,
+            exposed_by=spec.gateway.exposed_by if spec else (),
+            observed=observed,
+            problems=gathered(problems),
+            step=step,
+            paused=bool(body.get("spec", {}).get("paused")),
+            unknown_fields=reading.unknown,
+            scaling=self.scaling.report,
+            pinned=tuple(self._pins.status),
+            changes_paused=bool(spec and spec.rollout.paused),
+            progress=self._target.progress,
+            rolled_back=self._target.rolled_back,
+            overdue_seconds=self._target.overdue_seconds if step is not None else None,
+            not_rolled_back=self._target.not_rolled_back,
+        )
+
+
+def _pod_problems(observed: Observed, now: float, deadlines: dict[str, Deadlines]) -> list[Problem]:
+    return [
+        p
+        for pod in (with_its_start(pod, observed) for pod in _causes_first(observed.pods))
+        if pod.component != WEIGHTS  # they end: see `weights`
+        and (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
+    ]
+
+
+def _job_of(weights: WeightsStatus | None, observed: Observed) -> Child | None:
+    return observed.children.get(("Job", weights.job)) if weights is not None else None
+
+
+def _causes_first(pods: Iterable[PodView]) -> list[PodView]:
+    """Of problems of one kind the first is quoted: that of a pod with a reason of its own."""
+    return sorted(pods, key=lambda pod: RELAYED in pod.last_words)

@@ -1,0 +1,221 @@
+"""The loops of one deployment: passes and ticks of the autoscaler, one after another, with backoff after failures. Independent of kopf: it is
+given what was seen and is woken when that changes. What a pass does is in `reconcile_pass`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+
+from mmd_operator.kube.cluster import BusyError, Cluster, RefusedError
+from mmd_operator.kube.context import PassContext
+from mmd_operator.kube.events import EventRecorder
+from mmd_operator.kube.metrics import DeploymentSnapshot, OperatorMetrics
+from mmd_operator.kube.pauses import Pauses
+from mmd_operator.kube.pod_client import ReportFetcher
+from mmd_operator.kube.status_time import now
+from mmd_operator.observed.condition_state import ConditionState
+from mmd_operator.observed.observed import Body, Observed
+from mmd_operator.observed.problems import refusal
+from mmd_operator.passes.reconcile_pass import ReconcilePass
+
+logger = logging.getLogger(__name__)
+
+PASS_SECONDS = 120.0
+BUSY_PASSES = 5
+"""How many passes in a row may fail because the API server is busy before a condition reports it."""
+
+
+class Reconciler:
+    """One deployment, from the first time it is seen until it is deleted."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        report_fetcher: ReportFetcher,
+        events: EventRecorder,
+        metrics: OperatorMetrics,
+        namespace: str,
+        name: str,
+        observe: Callable[[], Observed],
+        body: Body,
+        pauses: Pauses,
+    ) -> None:
+        self._context = PassContext(cluster, events, metrics, namespace, name, pauses)
+        self._pauses = pauses
+        self._report_fetcher, self._observe = report_fetcher, observe
+        self.cluster, self.namespace, self.name = cluster, namespace, name
+        self._events, self._metrics = events, metrics
+        self.wake = asyncio.Event()
+        self.body: Body | None = body
+        self.last_pass = time.monotonic()
+        self._failures = 0
+        self._failing_since: datetime | None = None
+        self._pass = ReconcilePass(self._context, report_fetcher, observe)
+
+    def show(self, body: Body | None) -> None:
+        """The deployment now, or None if it was deleted."""
+        self.body = body
+        self.wake.set()
+
+    def namespace_ends(self) -> None:
+        """The namespace is being deleted."""
+        if not self._pass.removal.ending:
+            self._pass.removal.ending = True
+            self.wake.set()
+
+    def snapshot(self) -> DeploymentSnapshot:
+        """The deployment as the last pass and the last tick left it."""
+        scaling = self._pass.scaling
+        since = self._failing_since
+        return replace(
+            self._pass.status.snapshot,
+            decisions=scaling.decisions,
+            bounds=scaling.bounds,
+            counts=scaling.counts,
+            failing_seconds=(now() - since).total_seconds() if since else 0.0,
+        )
+
+    async def run(self) -> None:
+        """Run until the deployment is deleted. Errors are logged and retried with backoff."""
+        scaling = asyncio.create_task(self._keep_scaling(), name=f"scale {self.namespace}/{self.name}")
+        try:
+            await self._keep_reconciling()
+        finally:
+            scaling.cancel()
+            await asyncio.gather(scaling, return_exceptions=True)
+
+    async def _keep_scaling(self) -> None:
+        """Ticks of the autoscaler. They end with the deployment; after failures they come less often."""
+        failures, at_least = 0, 0.0
+        while True:
+            pause = max(
+                at_least, min(self._pauses.tick_seconds * 2.0**failures, self._pauses.last_tick_seconds)
+            )
+            await asyncio.sleep(pause * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
+            failures, at_least = min(failures + 1, 10), 0.0
+            try:
+                await self._scale()
+                self._passed("scale", None)
+                self._pass.not_scaled = None
+                failures = 0
+            except (BusyError, RefusedError) as error:
+                self._passed("scale", error)
+                at_least = getattr(error, "retry_seconds", None) or 0.0
+                logger.warning("%s/%s: failed to scale: %s", self.namespace, self.name, error)
+                if isinstance(error, RefusedError):
+                    self._pass.not_scaled = refusal("autoscaler", str(error))
+            except Exception as error:  # as for passes
+                self._passed("scale", error)
+                logger.exception("%s/%s: autoscaler tick failed", self.namespace, self.name)
+
+    async def _scale(self) -> None:
+        body, work = self.body, self._pass
+        if body is None or not work.has_read or body["metadata"]["uid"] != work.uid:
+            return
+        work.scaling.watch_drains(self._observe(), time.time())
+        view = work.scaled(body)
+        if view is None or not work.scaling.needed(view):
+            work.scaling.suspend()
+            return
+        await work.verify_growth()
+        events, changed = await work.scaling.tick(time.time(), lambda: work.scaled(self.body))
+        if changed:
+            self.wake.set()
+        for reason, message in events:
+            warning = reason in ("ScalingLimited", "DrainDeadlineExceeded", "FieldsContested")
+            self._events.report(body, reason, message, warning=warning)
+
+    async def _keep_reconciling(self) -> None:
+        while (body := self.body) is not None:
+            self.wake.clear()
+            try:
+                async with self.cluster.passes:
+                    with self._metrics.pass_seconds.time():
+                        delay = await self._bounded_pass(body)
+                self._passed("reconcile", None)
+                self._failures, self._failing_since = 0, None
+            except (BusyError, RefusedError) as error:
+                delay = self._backoff(error)
+                logger.warning("%s/%s: %s; retrying in %.1f s", self.namespace, self.name, error, delay)
+                await self._report_failure(body, error)
+            except Exception as error:  # a bug that one deployment meets must not stop its loop permanently
+                delay = self._backoff(error)
+                logger.exception(
+                    "%s/%s: reconcile pass failed; retrying in %.1f s", self.namespace, self.name, delay
+                )
+                await self._report_failure(body, error)
+            self.last_pass = time.monotonic()
+            if self._failures:
+                await self._pause(delay, body)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay * random.uniform(0.9, 1.1)):  # noqa: S311 - jitter
+                    await self.wake.wait()
+            await asyncio.sleep(self._pauses.gather_seconds)
+
+    async def _bounded_pass(self, body: Body) -> float:
+        """`_one_pass` within its deadline.
+
+        Raises:
+            BusyError: the deadline is over.
+        """
+        try:
+            async with asyncio.timeout(PASS_SECONDS) as deadline:
+                return await self._one_pass(body)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise BusyError(f"the reconcile pass did not finish within {PASS_SECONDS:.0f} s") from None
+
+    async def _pause(self, seconds: float, body: Body) -> None:
+        """Wait before a retry. Changes of objects do not end it, or they would turn a backoff into a busy loop; a new spec and
+        the deletion of the namespace do."""
+        ending = self._pass.removal.ending
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while _intent(self.body) == _intent(body) and self._pass.removal.ending == ending:
+                    self.wake.clear()
+                    await self.wake.wait()
+
+    async def _report_failure(self, body: Body, error: Exception) -> None:
+        """Report in condition Degraded why no pass succeeds; the other conditions stay as they are. Best effort."""
+        if self._failing_since is None:
+            self._failing_since = now()
+        if isinstance(error, BusyError) and self._failures < BUSY_PASSES:
+            return  # conflicts and throttling are normal
+        since = self._failing_since.strftime("%H:%M:%S UTC")
+        message = f"reconciliation has failed since {since}: {str(error) or repr(error)}; the operator keeps retrying"
+        failing = ConditionState("Degraded", "True", "ReconcileFailed", message[:1024])
+        await self._pass.status.publish_failure(body, failing)
+
+    def _passed(self, loop: str, error: Exception | None) -> None:
+        kinds = {type(None): "done", BusyError: "busy", RefusedError: "refused"}
+        self._metrics.passes.labels(loop, kinds.get(type(error), "failed")).inc()
+
+    def _backoff(self, error: Exception) -> float:
+        low, high = self._pauses.first_retry_seconds, self._pauses.last_retry_seconds
+        grown = min(high, low * 2.0 ** min(self._failures, 20)) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        self._failures += 1
+        retry_after = error.retry_seconds if isinstance(error, BusyError) else None
+        return max(grown, min(retry_after or 0.0, high))
+
+    async def _one_pass(self, body: Body) -> float:
+        """A pass over the current deployment; the state of an earlier one of the same name is dropped."""
+        if body["metadata"]["uid"] != self._pass.uid:
+            self._pass = ReconcilePass(self._context, self._report_fetcher, self._observe, body)
+        return await self._pass.run(body, failing=bool(self._failures))
+
+
+def _intent(body: Body | None) -> object:
+    """Changes when a user changes what the deployment should be."""
+    if body is None:
+        return None
+    metadata = body["metadata"]
+    return metadata["uid"], metadata.get("generation"), metadata.get("deletionTimestamp")

@@ -1,0 +1,149 @@
+"""Carries out a step of a rollout: applies, resizes, replaces, removes. `rollout` decides which step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from mmd_operator.kube.cluster import RefusedError
+from mmd_operator.kube.context import PassContext
+from mmd_operator.observed.observed import (
+    SCALER_FIELD_MANAGER,
+    SURGE_FIELD_MANAGER,
+    Body,
+    Child,
+    ObjectKey,
+    Observed,
+    manifest_key,
+)
+from mmd_operator.observed.problems import Problem
+from mmd_operator.resources.exposure import EXPOSING_KINDS
+from mmd_operator.resources.naming import Manifest
+from mmd_operator.rollout.applier import Applier
+from mmd_operator.rollout.next_step import Step
+from mmd_operator.rollout.resizes import Resizes
+from mmd_operator.sizes.pending_growth import PendingGrowth
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a step has come to so far.
+
+    `done`: objects by what was done to them. `changed`: objects written now. `withheld`: objects that wait for a Secret.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    done: dict[str, list[str]] = field(default_factory=dict)
+    changed: set[ObjectKey] = field(default_factory=set)
+    withheld: set[ObjectKey] = field(default_factory=set)
+    settled: bool = True
+
+    def note(self, what: str, name: str) -> None:
+        """Something was done to an object."""
+        self.done.setdefault(what, []).append(name)
+
+
+class Execution:
+    """Carries out steps for one deployment (one UID)."""
+
+    def __init__(self, context: PassContext, uid: str, growth: PendingGrowth) -> None:
+        self._context = context
+        self._growth = growth
+        self._applier = Applier(context.cluster, context.namespace, context.name, uid, growth, context.pauses)
+        self._resizes = Resizes(context, growth)
+        self.awaits_secret = False
+        """Whether there was a problem with a Secret when `carry_out` was last called."""
+
+    async def carry_out(
+        self, body: Body, step: Step, secrets: list[Manifest], observed: Observed
+    ) -> tuple[list[Problem], bool]:
+        """Returns problems, and whether the observed state is the applied one; until it is, nothing is switched or removed."""
+        outcome = _Outcome()
+        try:
+            await self._keep_secrets(secrets, outcome)
+            await self._apply(body, step, observed, outcome)
+            await self._resize(body, step, observed, outcome)
+            await self._replace_pods(step, outcome)
+            await self._remove(step, outcome)
+        finally:
+            self.awaits_secret = bool(outcome.withheld)
+            for what, names in outcome.done.items():
+                self._context.events.report(body, what, f"{len(names)}: {', '.join(names)}")
+                self._context.metrics.objects.labels(what.lower()).inc(len(names))
+        return outcome.problems, outcome.settled
+
+    async def _keep_secrets(self, secrets: list[Manifest], outcome: _Outcome) -> None:
+        """Create and repair Secrets. A server must not start with users that its Secret has no passwords for."""
+        for secret in secrets:
+            result, problem = await self._applier.keep_secret(secret, time.monotonic())
+            name = secret["metadata"]["name"]
+            if result in ("Created", "Changed"):
+                outcome.note(result, f"Secret {name}")
+            if problem is not None:
+                outcome.problems.append(problem)
+                outcome.withheld |= {(kind, name) for kind in ("ConfigMap", "StatefulSet")}
+
+    async def _apply(self, body: Body, step: Step, observed: Observed, outcome: _Outcome) -> None:
+        """Write the step's objects. Clients switch to other gateways only once everything before has settled."""
+        for manifest in step.apply:
+            kind, name = manifest["kind"], manifest["metadata"]["name"]
+            if not outcome.settled and kind == "Deployment" and step.stage == "SwitchingGateway":
+                continue
+            child = observed.children.get(manifest_key(manifest))
+            if child is not None and child.key in outcome.withheld:
+                continue
+            result, problem = await self._applier.apply(manifest, child, time.monotonic())
+            if result != "Refused" or kind not in EXPOSING_KINDS:
+                outcome.settled = outcome.settled and result == "Unchanged"
+            if problem is not None:
+                outcome.problems.append(problem)
+            if result == "Refused":
+                self._context.metrics.objects.labels("refused").inc()
+            elif result not in ("Unchanged", "Unseen", "Contested"):
+                if problem is not None:
+                    self._context.report_contest(body, problem)
+                outcome.changed.add(manifest_key(manifest))
+                outcome.note(result, f"{kind} {name}")
+
+    async def _resize(self, body: Body, step: Step, observed: Observed, outcome: _Outcome) -> None:
+        """Grow workloads, and restore sizes that others changed. Pods of one that shrinks drain first: see `scaling`."""
+        for name, replicas in step.sizes.items():
+            child = observed.sized(name)
+            before = child.workload.replicas if child and child.workload else 0
+            if child is None or replicas < before or self._growth.forbids(name, replicas):
+                continue
+            surge = name in step.replace and step.replace[name].replicas is not None
+            manager = SURGE_FIELD_MANAGER if surge else SCALER_FIELD_MANAGER
+            outcome.problems += await self._resizes.resize(body, child.key, child, replicas, manager)
+        for key, replicas in step.restore.items():
+            if key not in outcome.changed:  # else the observed size is outdated
+                restored = observed.children.get(key)
+                outcome.problems += await self._resizes.resize(body, key, restored, replicas)
+
+    async def _replace_pods(self, step: Step, outcome: _Outcome) -> None:
+        """Delete pods that were made from older settings; their workloads make new ones."""
+        if not outcome.settled:
+            return
+        for replacement in step.replace.values():
+            for pod in replacement.delete:
+                await self._context.cluster.delete_pod(self._context.namespace, pod.name, pod.uid)
+                outcome.note("Replaced", f"pod {pod.name}")
+
+    async def _remove(self, step: Step, outcome: _Outcome) -> None:
+        """Delete what the deployment no longer has. Objects that let clients in go at once, the others when everything has settled."""
+        for child in step.remove:
+            if not outcome.settled and child.kind not in EXPOSING_KINDS:
+                continue
+            try:
+                await self.delete(child)
+            except RefusedError as error:
+                outcome.problems.append(self._context.refused(child, error))
+                continue
+            outcome.note("Removed", f"{child.kind} {child.name}")
+
+    async def delete(self, child: Child) -> None:
+        """Delete an object, and forget what was applied of it."""
+        await self._context.cluster.delete(child.kind, self._context.namespace, child.name, child.uid)
+        self._growth.forget(child.name)
+        self._applier.forget(child.key)
+        self._resizes.forget(child.key)

@@ -1,0 +1,114 @@
+"""How a deployment gets from what exists to what is wanted: the steps of one pass, in the order in which they apply. Pure.
+
+A pipeline revision is brought up alongside the one that serves. When all pods of its pools are Ready, the gateway's Deployment is applied with it:
+Kubernetes then starts gateway pods of the new revision, which place requests on the new pools only, before it stops old ones, which finish
+what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is Ready
+the gateway is not touched, so a bad one never serves; reverting it is a rollout whose target is already Ready.
+Under a GPU budget a new revision starts with what the serving one leaves it, and waits where that is too little for one pod of each pool.
+Pools grow, and surge while their only pod is replaced, by what the budget leaves; each takes its part before the next one asks. What the
+autoscaler has given away since is part of what was observed: see `growth`.
+Pods of the serving revision that were made from other settings are replaced one at a time: see `replacement`.
+Which revision serves is read from the gateway's pod template: nothing else needs to be remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import StepEffect
+from mmd_operator.observed.observed import Child, ObjectKey, Observed, PoolGrowth
+from mmd_operator.resources.naming import Manifest
+from mmd_operator.rollout.next_step import rollout_steps as steps
+from mmd_operator.rollout.rollout_steps import RolloutState, StepResult
+from mmd_operator.sizes.replacement import Replacement
+
+Stage = Literal["Creating", "BringingUp", "SwitchingGateway", "Draining", "Complete", "Updating"]
+
+STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
+    # What is applied.
+    steps.share_gpu_budget,
+    steps.apply_planned_objects,
+    steps.route_to_service_without_picker,
+    steps.hold_gateway_until_pools_are_ready,
+    steps.hold_new_pools_without_gpus,
+    steps.hold_paused_rollout,
+    steps.hold_pods_until_weights_are_cached,
+    steps.start_pools_at_present_size,
+    # What is corrected.
+    steps.correct_pool_sizes,
+    steps.replace_outdated_pods,
+    steps.restore_fixed_sizes,
+    # What goes.
+    steps.remove_unused_objects,
+    steps.retry_failed_downloads,
+)
+
+STAGES: tuple[tuple[Stage, Callable[[RolloutState], bool]], ...] = (
+    ("Creating", steps.nothing_serves),
+    ("BringingUp", steps.pools_are_not_ready),
+    ("SwitchingGateway", steps.another_revision_serves),
+    ("Draining", steps.older_gateways_finish),
+    ("Complete", steps.nothing_is_left),
+    ("Updating", steps.something_is_left),
+)
+"""After all steps: the first that holds is the stage, and the reason of `Progressing`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do now: objects to apply in order, sizes to set, objects to remove."""
+
+    stage: Stage
+    revision: str
+    serving: str | None
+    apply: tuple[Manifest, ...]
+    sizes: Mapping[str, int]
+    remove: tuple[Child, ...]
+    replace: Mapping[str, Replacement] = field(default_factory=dict)
+    """By StatefulSet of the revision, where pods are to be replaced."""
+    waits_for: str = ""
+    """What keeps the rollout from continuing or from reaching its full size, with numbers."""
+    restore: Mapping[ObjectKey, int] = field(default_factory=dict)
+    """Sizes of the gateway and of NATS, where another client changed them: no scaler owns them, and neither drains before it shrinks."""
+    blocked: bool = False
+    """The rollout cannot continue until what `waits_for` names has changed."""
+    effects: tuple[StepEffect, ...] = ()
+    """What the steps did, in the order in which they applied."""
+    growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
+    """By name of the workload: the pools that it creates or makes larger."""
+
+
+def next_step(
+    spec: MultimodalDeploymentSpec,
+    revision: str,
+    planned: Sequence[Manifest],
+    observed: Observed,
+    uid: str,
+    now: float = 0.0,
+) -> Step:
+    """The step from `observed` towards `planned`, the objects of `revision`.
+
+    `uid` is the deployment's own; `now`: Unix seconds.
+    """
+    state = RolloutState(spec, revision, planned, observed, uid, now)
+    effects: list[StepEffect] = []
+    for step in STEPS:
+        state, effect = step(state)
+        effects += [effect] if effect is not None else []
+    return Step(
+        stage=next(stage for stage, holds in STAGES if holds(state)),
+        revision=revision,
+        serving=state.serving,
+        apply=state.apply,
+        sizes=state.sizes,
+        remove=state.remove,
+        replace=state.replace,
+        waits_for="; ".join(words for words in (state.share.words, state.waits_for) if words),
+        restore=state.restore,
+        blocked=state.share.blocked,
+        effects=tuple(effects),
+        growth=steps.growth_of(state),
+    )

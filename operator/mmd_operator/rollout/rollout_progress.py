@@ -1,0 +1,106 @@
+"""Whether a rollout makes progress, and since when it has not. Pure: time is an argument."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import Pool
+from mmd_api.status import RolloutProgress
+from mmd_operator.observed.observed import Observed
+from mmd_operator.rollout.next_step import Step
+from mmd_operator.sizes.pool_sizes import pools_in
+from mmd_operator.sizes.replacement import pods_of
+
+ProgressClock = Literal["Runs", "Stands", "Complete"]
+
+
+def progress_deadline_seconds(spec: MultimodalDeploymentSpec) -> float:
+    """How long a rollout may be without progress: the pod before may have to end, and a pod to wait for a node, and then to start."""
+    if spec.rollout.progress_deadline_seconds is not None:
+        return spec.rollout.progress_deadline_seconds
+    pools: list[Pool] = [getattr(spec, name) for name in pools_in(spec)]
+    return max(
+        pool.grace_seconds + pool.scheduling_deadline_seconds + pool.start_deadline_seconds for pool in pools
+    )
+
+
+def clock_of(step: Step, observed: Observed, *, paused: bool, downloading: bool = False) -> ProgressClock:
+    """Whether the deadline counts: not while a download of weights advances, nor while a rollout waits for GPUs or for requests on old pods, nor while it is paused."""
+    if step.stage == "Complete":
+        return "Complete"
+    if paused or downloading or step.blocked or step.stage == "SwitchingGateway":
+        return "Stands"
+    if step.stage == "Draining" and any(
+        pod.ready for pod in observed.pods_of("gateway") if pod.revision == step.revision
+    ):
+        return "Stands"
+    waits = step.waits_for or not _pods_are_pending(step, observed)
+    return "Stands" if waits and step.stage != "BringingUp" else "Runs"
+
+
+def _pods_are_pending(step: Step, observed: Observed) -> bool:
+    """Whether pods of the revision or of the gateway are to be replaced or not Ready; an object that others keep changing is no pod."""
+    workloads = (
+        child.workload
+        for child in observed.children.values()
+        if child.workload and (child.revision == step.revision or child.kind == "Deployment")
+    )
+    return bool(step.replace) or any(not workload.rolled for workload in workloads)
+
+
+def new_pods(revision: str, observed: Observed) -> tuple[int, int]:
+    """Pods of a revision that have a node, and those that are Ready; only those made from present settings."""
+    gateway = next((c.workload for c in observed.children.values() if c.kind == "Deployment"), None)
+    found = [
+        pod
+        for pod in observed.pods_of("gateway")
+        if pod.revision == revision and (gateway is None or pod.inputs == gateway.inputs)
+    ]
+    for child in observed.children.values():
+        if child.is_sized and child.revision == revision and child.workload is not None:
+            found += [pod for pod in pods_of(child, observed) if pod.inputs == child.workload.inputs]
+    present = [pod for pod in found if not pod.deleting]
+    return sum(pod.scheduled for pod in present), sum(pod.ready for pod in present)
+
+
+def advanced(
+    before: RolloutProgress | None,
+    spec: str,
+    revision: str,
+    clock: ProgressClock,
+    pods: tuple[int, int],
+    now: datetime,
+) -> RolloutProgress:
+    """The record after a pass. `spec`: digest of the one that is rolled out; `revision`: its pipeline revision; `pods`: see `new_pods`.
+
+    Only more pods than ever are progress: one that becomes Ready and fails again and again makes none.
+    """
+    if before is None or (before.spec, before.revision) != (spec, revision):
+        before = RolloutProgress(spec=spec, revision=revision)
+    if clock == "Complete" or before.complete:
+        return RolloutProgress(spec=spec, revision=revision, complete=True)
+    scheduled, ready = max(before.scheduled, pods[0]), max(before.ready, pods[1])
+    if clock == "Stands":
+        since = None
+    elif before.since is None or (scheduled, ready) != (before.scheduled, before.ready):
+        since = now
+    else:
+        since = before.since
+    return RolloutProgress(spec=spec, revision=revision, since=since, scheduled=scheduled, ready=ready)
+
+
+def seconds_left(progress: RolloutProgress, deadline_seconds: float, now: datetime) -> float | None:
+    """Seconds until the last progress is longer ago than the deadline; None while the clock stands."""
+    if progress.since is None:
+        return None
+    return deadline_seconds - (now - progress.since).total_seconds()
+
+
+def fallback_revision(step: Step, observed: Observed) -> str | None:
+    """The revision that still serves beside the one that is rolled out: its pools stand, and a gateway uses them."""
+    if step.serving not in (None, step.revision):
+        return step.serving
+    older = {pod.revision for pod in observed.pods_of("gateway") if pod.ready and not pod.deleting}
+    return next(iter(sorted(filter(None, older - {step.revision}))), None)

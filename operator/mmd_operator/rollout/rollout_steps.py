@@ -1,0 +1,462 @@
+"""The steps of a rollout: each takes the state so far and returns it with its own part of what to do now, and the effect that people read.
+
+`rollout.STEPS` lists them in the order in which they apply, `rollout.STAGES` the stages. The first paragraph of a docstring is the step's
+sentence in `mmd explain` and in docs/rollouts.md. Pure; time is part of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mmd_api.contract.pools import POOL_NAMES
+from mmd_api.pool_resource import POOL_KIND
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import StepEffect
+from mmd_operator.observed.observed import Child, ObjectKey, Observed, PoolGrowth, manifest_key
+from mmd_operator.resources.exposure import EXPOSING_KINDS, to_service
+from mmd_operator.resources.naming import COMPONENT_LABEL, DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
+from mmd_operator.resources.sentences import sentence_of
+from mmd_operator.resources.workload_kinds import POOL_KINDS, WORKLOADS
+from mmd_operator.sizes.gpu_budget import gpus_growing, gpus_held, grown
+from mmd_operator.sizes.gpu_share import GpuShare, gpu_share
+from mmd_operator.sizes.groups import next_size
+from mmd_operator.sizes.pool_sizes import pool_in, wanted_replicas
+from mmd_operator.sizes.replacement import Replacement, outdated_pods, replacement
+
+DOWNLOAD_RETRY_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """One pass: what is wanted, what exists, and what the steps so far want done.
+
+    `revision`, whose objects are `planned`, is to serve; `serving` serves now. `uid` is the deployment's own. `free_gpus`: what the
+    GPU budget leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: which pools it does not leave enough, in words.
+    """
+
+    spec: MultimodalDeploymentSpec
+    revision: str
+    planned: Sequence[Manifest]
+    observed: Observed
+    uid: str
+    now: float
+    share: GpuShare = field(default_factory=GpuShare)
+    free_gpus: int | None = None
+    waits_for: str = ""
+    apply: tuple[Manifest, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    replace: Mapping[str, Replacement] = field(default_factory=dict)
+    restore: Mapping[ObjectKey, int] = field(default_factory=dict)
+    remove: tuple[Child, ...] = ()
+
+    @property
+    def gateway(self) -> Child | None:
+        """The gateway's Deployment."""
+        name = next(m["metadata"]["name"] for m in self.planned if m["kind"] == "Deployment")
+        return self.observed.children.get(("Deployment", name))
+
+    @property
+    def serving(self) -> str | None:
+        """The revision that serves: that of the gateway's pod template."""
+        gateway = self.gateway
+        return gateway.workload.template_revision if gateway and gateway.workload else None
+
+    @property
+    def in_use(self) -> set[str | None]:
+        """Revisions that serve, are to serve, or have gateway pods left."""
+        return {self.revision, self.serving} | {pod.revision for pod in self.observed.pods_of("gateway")}
+
+    @property
+    def ready(self) -> bool:
+        """Whether every workload of the plan but the gateway (pools, and the managed NATS server) has all its pods Ready, and none is outdated."""
+        for manifest in self.planned:
+            if manifest["kind"] in POOL_KINDS:
+                child = self.observed.sized(manifest["metadata"]["name"])
+                if child is None or child.workload is None or not child.workload.rolled:
+                    return False
+                if child.workload.on_delete and outdated_pods(child, self.observed):
+                    return False
+                if _grows_by_groups(manifest, self) and child.workload.replicas < _starting_size(
+                    manifest, self
+                ):
+                    return False
+        return True
+
+    @property
+    def switched(self) -> bool:
+        """Whether all pods of the gateway are of the revision."""
+        gateway = self.gateway
+        return bool(
+            gateway
+            and gateway.workload
+            and gateway.workload.rolled
+            and self.serving == self.revision
+            and self.in_use <= {self.revision}
+        )
+
+    def owns(self, child: Child) -> bool:
+        """Whether a child belongs to the deployment and should stay."""
+        return child.owner_uid == self.uid and not child.deleting
+
+
+StepResult = tuple[RolloutState, StepEffect | None]
+
+
+def share_gpu_budget(state: RolloutState) -> StepResult:
+    """A new revision gets what `gpuBudget` leaves next to the one that serves: one pod for each pool, then one more for the pool that is
+    furthest from its size."""
+    share = gpu_share(state.spec, state.revision, state.serving, state.observed)
+    return replace(state, share=share), _effect(share_gpu_budget, [share.words] if share.words else [])
+
+
+def apply_planned_objects(state: RolloutState) -> StepResult:
+    """All objects of the plan are applied."""
+    new = sum(manifest_key(m) not in state.observed.children for m in state.planned)
+    effect = _effect(
+        apply_planned_objects, [f"{new} of {len(state.planned)} do not exist yet"] if new else []
+    )
+    return replace(state, apply=tuple(state.planned)), effect
+
+
+def route_to_service_without_picker(state: RolloutState) -> StepResult:
+    """The HTTPRoute leads to the Service while the deployment has no InferencePool of its own, or no Ready gateway pod has a picker.
+
+    A pool that is missing or refused would refuse every request, and another's would take them. Where no picker answers, Envoy fails
+    requests with a body, whatever the pool's failure mode.
+    """
+    pools = [manifest_key(m) for m in state.planned if m["kind"] == "InferencePool"]
+    is_there = all((child := state.observed.children.get(key)) and state.owns(child) for key in pools)
+    answers = any(p.has_picker and p.ready and not p.deleting for p in state.observed.pods_of("gateway"))
+    if not pools or (is_there and answers):
+        return state, None
+    apply = tuple(to_service(m) if m["kind"] == "HTTPRoute" else m for m in state.apply)
+    named = [m["metadata"]["name"] for m in apply if m["kind"] == "HTTPRoute"]
+    return replace(state, apply=apply), _effect(route_to_service_without_picker, named)
+
+
+def hold_gateway_until_pools_are_ready(state: RolloutState) -> StepResult:
+    """The gateway is not switched while another revision serves and pools of the new one are not Ready."""
+    if state.serving is None or state.serving == state.revision or state.ready:
+        return state, None
+    effect = _effect(hold_gateway_until_pools_are_ready, [f"revision {state.serving} serves"])
+    return replace(state, apply=tuple(m for m in state.apply if m["kind"] != "Deployment")), effect
+
+
+def hold_new_pools_without_gpus(state: RolloutState) -> StepResult:
+    """New pools are not created where the budget leaves too little for one pod of each."""
+    if not state.share.blocked:
+        return state, None
+    held = [m for m in state.apply if _is_new_pool(m, state)]
+    effect = _effect(hold_new_pools_without_gpus, [m["metadata"]["name"] for m in held])
+    return _without(state, held), effect
+
+
+def hold_paused_rollout(state: RolloutState) -> StepResult:
+    """While `spec.rollout.paused` is true and another revision serves, the gateway is not switched and no new pool is created."""
+    if not state.spec.rollout.paused or state.serving in (None, state.revision):
+        return state, None
+    held = [m for m in state.apply if m["kind"] == "Deployment" or _is_new_pool(m, state)]
+    effect = _effect(hold_paused_rollout, [m["metadata"]["name"] for m in held])
+    return _without(state, held), effect
+
+
+def hold_pods_until_weights_are_cached(state: RolloutState) -> StepResult:
+    """New pools, and a gateway that does not serve the revision yet, are not created until the Job has filled the cache of weights."""
+    waits_for = [
+        m["metadata"]["name"]
+        for m in state.planned
+        if m["kind"] == "Job" and not _is_complete(state.observed.children.get(manifest_key(m)), state)
+    ]
+    if not waits_for:
+        return state, None
+    held = [
+        m
+        for m in state.apply
+        if _is_new_pool(m, state) or (m["kind"] == "Deployment" and state.serving != state.revision)
+    ]
+    names = [m["metadata"]["name"] for m in held]
+    effect = _effect(hold_pods_until_weights_are_cached, [*waits_for, *names] if names else [])
+    return _without(state, held), effect
+
+
+def start_pools_at_present_size(state: RolloutState) -> StepResult:
+    """A pool that scales starts a new revision at the size it has now, within that share; a pool of groups starts with one group, and
+    grows to it as groups get their nodes.
+
+    So the switch does not meet a small pool.
+    """
+    apply = tuple(_at_starting_size(m, state) for m in state.apply)
+    sized = [after for before, after in zip(state.apply, apply, strict=True) if after != before]
+    effect = _effect(
+        start_pools_at_present_size, [_sized(m["metadata"]["name"], m["spec"]["replicas"]) for m in sized]
+    )
+    return replace(state, apply=apply), effect
+
+
+def correct_pool_sizes(state: RolloutState) -> StepResult:
+    """Pools of both revisions get the size of the spec, or one within its bounds; they grow by what `gpuBudget` leaves, pools of groups
+    by one group at a time, until that has nodes.
+
+    What is left counts the pools that this pass creates.
+    """
+    sizes, short, unplaced, free = {}, [], [], _free_gpus(state)
+    starting = {
+        m["metadata"]["name"]: _starting_size(m, state) for m in state.planned if _grows_by_groups(m, state)
+    }
+    for child in state.observed.children.values():
+        pool = pool_in(state.spec, child.component)
+        if (
+            child.is_sized
+            and child.workload is not None
+            and pool is not None
+            and child.revision in {state.revision, state.serving}
+            and state.owns(child)
+        ):
+            shown, present = child.workload.replicas, _with_growth(child, state)
+            wanted = max(wanted_replicas(pool, present), starting.get(child.name, 0))
+            if child.revision == state.revision and str(child.component) in state.share.sizes:
+                wanted = max(present, min(wanted, state.share.sizes[str(child.component)]))
+            now = max(present, next_size(child, wanted, state.observed)) if wanted > present else wanted
+            if now < wanted:
+                unplaced.append(f"{child.kind} {child.name} stays at {now} of {wanted} {child.workload.unit}")
+            size, free = grown(child, now, state.observed, free)
+            if size < now:
+                short.append(f"{child.kind} {child.name} stays at {size} of {wanted} {child.workload.unit}")
+            given = size == present and pool.autoscaling is not None  # by the autoscaler
+            if size != shown and not given and not shown < size < present:
+                sizes[child.name] = size
+    waits_for = (
+        f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
+    )
+    if unplaced:
+        words = f"{', '.join(unplaced)} until all pods of its groups have nodes"
+        waits_for = "; ".join(filter(None, (waits_for, words)))
+    effect = _effect(correct_pool_sizes, [*(_sized(*size) for size in sizes.items()), *short, *unplaced])
+    return replace(state, sizes=sizes, free_gpus=free, waits_for=waits_for), effect
+
+
+def replace_outdated_pods(state: RolloutState) -> StepResult:
+    """Pods that were made from other settings are replaced, one at a time in each pool; the only pod of a pool is joined by its
+    successor first, if `gpuBudget` leaves room and a node takes it.
+
+    Not while the rollout is paused.
+    """
+    if state.spec.rollout.paused:
+        return state, None
+    found, free = {}, state.free_gpus
+    for child in state.observed.children.values():
+        pool = pool_in(state.spec, child.component)
+        if (
+            child.is_sized
+            and pool is not None
+            and child.revision == state.revision
+            and state.owns(child)
+            and child.workload
+            and child.workload.on_delete
+        ):
+            wanted = wanted_replicas(pool, child.workload.replicas - child.workload.surged)
+            deadline = pool.scheduling_deadline_seconds
+            room = None if free is None else free + gpus_growing(state.observed, child.name)
+            one = replacement(child, wanted, state.observed, room, state.now, deadline)
+            if (size := _with_growth(child, state)) > child.workload.replicas and one.outdated:
+                one = Replacement(one.outdated, waiting=f"its growth to {size} pods has not been observed")
+            if one.outdated:
+                found[child.name] = one
+            if one.replicas is not None:
+                _, free = grown(child, one.replicas, state.observed, free)
+    sizes = {name: one.replicas for name, one in found.items() if one.replicas is not None}
+    effect = _effect(replace_outdated_pods, list(found))
+    return replace(state, replace=found, sizes={**state.sizes, **sizes}, free_gpus=free), effect
+
+
+def restore_fixed_sizes(state: RolloutState) -> StepResult:
+    """The gateway and NATS get their size back if another client changed it.
+
+    Even while the gateway is held: a rollout may take hours.
+    """
+    found = {}
+    for manifest in state.planned:
+        component = manifest["metadata"]["labels"].get(COMPONENT_LABEL)
+        child = state.observed.children.get(manifest_key(manifest))
+        if (
+            manifest["kind"] in WORKLOADS
+            and component not in POOL_NAMES
+            and child is not None
+            and child.workload is not None
+            and state.owns(child)
+            and child.workload.replicas != manifest["spec"]["replicas"]
+        ):
+            found[child.key] = manifest["spec"]["replicas"]
+    effect = _effect(restore_fixed_sizes, [_sized(name, size) for (_, name), size in found.items()])
+    return replace(state, restore=found), effect
+
+
+def remove_unused_objects(state: RolloutState) -> StepResult:
+    """Objects of older revisions are removed once no gateway pod uses them, others that are not planned once the revision serves
+    alone, routes at once."""
+    planned = {manifest_key(m) for m in state.planned}
+    finished = state.switched and state.ready
+    in_use = state.in_use
+    remove = tuple(
+        child
+        for child in state.observed.children.values()
+        if state.owns(child)
+        and child.key not in planned
+        and child.kind != POOL_KIND
+        and (
+            child.kind in EXPOSING_KINDS
+            or (finished if child.revision in (None, state.revision) else child.revision not in in_use)
+        )
+    )
+    effect = _effect(remove_unused_objects, [f"{child.kind} {child.name}" for child in remove])
+    return replace(state, remove=remove), effect
+
+
+def retry_failed_downloads(state: RolloutState) -> StepResult:
+    """A Job that failed to download weights is deleted after ten minutes, and so starts again."""
+    planned = {manifest_key(m) for m in state.planned if m["kind"] == "Job"}
+    failed = tuple(
+        child
+        for child in state.observed.children.values()
+        if child.key in planned
+        and state.owns(child)
+        and child.job is not None
+        and child.job.failed_at is not None
+        and state.now - child.job.failed_at >= DOWNLOAD_RETRY_SECONDS
+    )
+    effect = _effect(retry_failed_downloads, [child.name for child in failed])
+    return replace(state, remove=(*state.remove, *failed)), effect
+
+
+def nothing_serves(state: RolloutState) -> bool:
+    """No gateway exists yet."""
+    return state.serving is None
+
+
+def pools_are_not_ready(state: RolloutState) -> bool:
+    """Another revision serves, and pools of this one are not Ready."""
+    return state.serving != state.revision and not state.ready
+
+
+def another_revision_serves(state: RolloutState) -> bool:
+    """Another revision serves, and all pools of this one are Ready."""
+    return state.serving != state.revision
+
+
+def older_gateways_finish(state: RolloutState) -> bool:
+    """Gateway pods of older revisions are left."""
+    return bool(state.in_use - {state.revision})
+
+
+def nothing_is_left(state: RolloutState) -> bool:
+    """All pods are Ready and of the revision, and no step wants anything done but to apply what is planned."""
+    left = state.remove or state.sizes or state.replace or state.restore or state.waits_for
+    return state.ready and state.switched and not left
+
+
+def something_is_left(state: RolloutState) -> bool:
+    """Pods are not Ready yet, or a step wants something done."""
+    return not nothing_is_left(state)
+
+
+def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
+    """By name of the workload: the pools that the steps create, and those that they make larger."""
+    growth = _created(state)
+    for name, replicas in state.sizes.items():
+        child = state.observed.sized(name)
+        if child is not None and child.workload is not None and replicas > child.workload.replicas:
+            growth[name] = PoolGrowth(replicas, child.workload.gpus, child.revision, child.uid)
+    return growth
+
+
+def _with_growth(child: Child, state: RolloutState) -> int:
+    """Replicas of a pool with its growth that the watch does not show yet."""
+    growth = state.observed.growth.get(child.name)
+    shown = child.workload.replicas if child.workload else 0
+    return max(shown, growth.replicas if growth else 0)
+
+
+def _free_gpus(state: RolloutState) -> int | None:
+    """What the GPU budget leaves beside all that exists or was decided, and the pools that are created now."""
+    if state.spec.gpu_budget is None:
+        return None
+    created = sum(
+        max(0, one.replicas * one.gpus - gpus_growing(state.observed, name))
+        for name, one in _created(state).items()
+    )
+    return state.spec.gpu_budget - gpus_held(state.observed) - created
+
+
+def _created(state: RolloutState) -> dict[str, PoolGrowth]:
+    """Pools that are created now, by name of the workload."""
+    created = {}
+    for manifest in state.apply:
+        labels = manifest["metadata"]["labels"]
+        pool = pool_in(state.spec, labels.get(COMPONENT_LABEL))
+        if pool is not None and _is_new_pool(manifest, state):
+            size = manifest["spec"]["replicas"]
+            gpus = state.spec.replica_gpus(labels[COMPONENT_LABEL])
+            created[manifest["metadata"]["name"]] = PoolGrowth(size, gpus, labels[REVISION_LABEL], None)
+    return created
+
+
+def _without(state: RolloutState, held: Sequence[Manifest]) -> RolloutState:
+    """Nothing of these is applied."""
+    return replace(state, apply=tuple(m for m in state.apply if m not in held))
+
+
+def _effect(step: Callable[[RolloutState], StepResult], details: Sequence[str]) -> StepEffect | None:
+    """Of a step, in the words of its docstring; None where there is nothing to name."""
+    if not details:
+        return None
+    return StepEffect(step=step.__name__, message=f"{sentence_of(step)} ({', '.join(details)})"[:1024])
+
+
+def _sized(name: str, replicas: int) -> str:
+    return f"{name}: {replicas} {'pod' if replicas == 1 else 'pods'}"
+
+
+def _is_complete(job: Child | None, state: RolloutState) -> bool:
+    return bool(job and state.owns(job) and job.job and job.job.complete)
+
+
+def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:
+    component = manifest["metadata"]["labels"].get(COMPONENT_LABEL)
+    absent = manifest_key(manifest) not in state.observed.children
+    return manifest["kind"] in POOL_KINDS and absent and pool_in(state.spec, component) is not None
+
+
+def _at_starting_size(manifest: Manifest, state: RolloutState) -> Manifest:
+    if manifest["kind"] not in POOL_KINDS:
+        return manifest
+    replicas = _starting_size(manifest, state)
+    if _has_groups(manifest):
+        replicas = min(1, replicas)
+    return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
+
+
+def _starting_size(manifest: Manifest, state: RolloutState) -> int:
+    """Replicas that a pool has before its revision serves."""
+    labels = manifest["metadata"]["labels"]
+    component = labels.get(COMPONENT_LABEL)
+    pool = pool_in(state.spec, component)
+    planned: int = manifest["spec"]["replicas"]
+    if pool is None or labels[REVISION_LABEL] == state.serving:
+        return planned
+    if (shared := state.share.sizes.get(str(component))) is not None:
+        return shared
+    old = state.observed.sized(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
+    if old is None or old.workload is None or pool.autoscaling is None:
+        return planned
+    return max(1, wanted_replicas(pool, old.workload.replicas))
+
+
+def _has_groups(manifest: Manifest) -> bool:
+    kind = manifest["kind"]
+    return kind in POOL_KINDS and WORKLOADS[kind].group_size(manifest) > 1
+
+
+def _grows_by_groups(manifest: Manifest, state: RolloutState) -> bool:
+    """Whether a pool of groups grows to the size at which its revision may serve."""
+    return _has_groups(manifest) and state.serving != state.revision

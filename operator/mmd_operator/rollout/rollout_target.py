@@ -1,0 +1,235 @@
+"""What a deployment's passes work towards: its spec, or an earlier one while a rollout has failed or is paused.
+
+The spec itself is never written. What is remembered is in the status, so that another process goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from mmd_api.faults import Fault
+from mmd_api.history import restored, spec_digest
+from mmd_api.pipeline import pipeline_revision
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.status import RolledBack, RolloutProgress
+from mmd_operator.kube.context import PassContext
+from mmd_operator.observed.observed import Body, Observed
+from mmd_operator.observed.problems import Problem, format_problems
+from mmd_operator.observed.stored_spec import Reading, read
+from mmd_operator.rollout.next_step import Step
+from mmd_operator.rollout.rollout_progress import (
+    advanced,
+    clock_of,
+    fallback_revision,
+    new_pods,
+    progress_deadline_seconds,
+    seconds_left,
+)
+from mmd_operator.rollout.spec_history import RecordedSpec, SpecHistory, last_good
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a generation of the spec leads to. `digest`: of the spec in effect."""
+
+    generation: object
+    digest: str
+    reading: Reading
+
+
+class RolloutTarget:
+    """The target of one deployment (one UID). `overdue_seconds`: the deadline that the rollout has missed, if it has; `not_rolled_back`: why
+    it has not been rolled back although the spec wants that.
+    """
+
+    def __init__(self, context: PassContext, uid: str) -> None:
+        self._context = context
+        self.history = SpecHistory(context, uid)
+        self.progress: RolloutProgress | None = None
+        self.rolled_back: RolledBack | None = None
+        self.overdue_seconds: float | None = None
+        self._target: _Target | None = None
+        self._digest: tuple[MultimodalDeploymentSpec, str] | None = None
+        self.not_rolled_back = ""
+        self._no_return: object = None  # progress, serving revision and entries from which nothing leads back
+
+    def remember(self, status: Mapping[str, Any]) -> None:
+        """Restore what the status has after a start."""
+        try:
+            if (progress := status.get("rolloutProgress")) is not None:
+                self.progress = RolloutProgress.model_validate(progress)
+            if (rolled_back := status.get("rolledBack")) is not None:
+                self.rolled_back = RolledBack.model_validate(rolled_back)
+        except ValidationError as error:
+            logger.warning("the status of a rollout is invalid and is ignored: %s", error)
+
+    def of(self, body: Body, own: Reading) -> Reading:
+        """The spec in effect, if it has been found for this generation; else the deployment's own."""
+        found = self._target
+        return found.reading if found and found.generation == body["metadata"].get("generation") else own
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the spec in effect."""
+        return self._target.digest if self._target else None
+
+    async def find(self, body: Body, spec: MultimodalDeploymentSpec, own: Reading) -> Reading:
+        """The spec in effect now. `spec`: the deployment's own, as `own` has it. Where a recorded one is missing or invalid, its faults:
+        the deployment's own is not rolled out in its place.
+
+        Raises:
+            RefusedError, BusyError: a recorded spec cannot be read.
+        """
+        generation, digest = body["metadata"].get("generation"), self._digest_of(spec)
+        if (before := self.rolled_back) is not None and before.generation != generation:
+            self.progress = RolloutProgress(spec=before.spec, revision=before.to_revision, complete=True)
+            self.rolled_back = None
+        wanted = digest
+        if self.rolled_back is not None:
+            wanted = self.rolled_back.spec
+        elif spec.rollout.paused and self.progress is not None:
+            wanted = self.progress.spec
+        target = self._target
+        found = target is not None and target.reading.deployment is not None
+        if target is None or not found or (target.generation, target.digest) != (generation, wanted):
+            reading = own if wanted == digest else self._in_place(await self._recorded(body, wanted), wanted)
+            self._target = target = _Target(generation, wanted, reading)
+        return target.reading
+
+    def _in_place(self, recorded: Reading | None, digest: str) -> Reading:
+        """A recorded spec that should be in effect, or what is wrong with it and what to do."""
+        if recorded is not None and recorded.deployment is not None:
+            return recorded
+        paused = self.rolled_back is None
+        name = self._context.name
+        field = "spec.rollout.paused" if paused else "spec.rollout.onFailure"
+        why = "while the rollout is paused" if paused else "since the rollout failed"
+        what = f"recorded spec {digest}, in effect {why}, is"
+        resume = f"run `mmd rollout resume {name}` to roll out the present spec"
+        again = "change the spec in any field, with a fix of what failed, to roll it out"
+        remedy = f"nothing is changed or scaled until then; {resume if paused else again}"
+        if recorded is None:
+            return Reading(None, (Fault(field, f"{what} missing"),), (), remedy)
+        faults = tuple(Fault(f.field, f"{f.message} ({what} invalid with it)") for f in recorded.faults)
+        return Reading(None, faults, recorded.unknown, remedy)
+
+    def _digest_of(self, spec: MultimodalDeploymentSpec) -> str:
+        """Computed once for each reading."""
+        if self._digest is None or self._digest[0] is not spec:
+            self._digest = spec, spec_digest(spec)
+        return self._digest[1]
+
+    async def _recorded(self, body: Body, digest: str) -> Reading | None:
+        """A recorded spec with the present sizes; None if it is missing."""
+        spec = await self.history.spec_of(digest)
+        return read({**body, "spec": restored(body.get("spec", {}), spec)}) if spec is not None else None
+
+    async def advance(
+        self,
+        body: Body,
+        spec: MultimodalDeploymentSpec,
+        step: Step,
+        observed: Observed,
+        problems: Iterable[Problem],
+        now: datetime,
+        *,
+        downloading: bool,
+    ) -> float:
+        """Take the progress of a pass into account, and decide whether the rollout has failed. `spec`: the one in effect; `downloading`: its
+        weights are not there yet, and may still come. Returns the seconds after which the deadline is over if nothing happens until then.
+
+        Raises:
+            RefusedError, BusyError: a recorded spec cannot be read.
+        """
+        self.overdue_seconds, self.not_rolled_back = None, ""
+        if self.rolled_back is not None or self._target is None:
+            return math.inf
+        if spec.paused:  # nothing is applied: what looks complete is the spec before
+            if self.progress is not None:
+                self.progress = self.progress.model_copy(update={"since": None})
+            return math.inf
+        clock = clock_of(step, observed, paused=spec.rollout.paused, downloading=downloading)
+        pods = new_pods(step.revision, observed)
+        self.progress = advanced(self.progress, self._target.digest, step.revision, clock, pods, now)
+        deadline = progress_deadline_seconds(spec)
+        left = seconds_left(self.progress, deadline, now)
+        if left is None or left >= 0:
+            return math.inf if left is None else left + 1  # times in the status are whole seconds
+        self.overdue_seconds = deadline
+        if spec.rollout.on_failure == "RollBack":
+            self.not_rolled_back = await self._roll_back(body, step, observed, problems, now)
+        return math.inf
+
+    async def _roll_back(
+        self, body: Body, step: Step, observed: Observed, problems: Iterable[Problem], now: datetime
+    ) -> str:
+        """Returns why that is impossible now; empty once it is done. The next pass tries again."""
+        serving, digest = fallback_revision(step, observed), self.digest
+        if serving is None:
+            return "no gateway pod of another revision is Ready"
+        if not self.history.listed or digest is None:
+            return "the recorded specs have not been read yet"
+        key, words = (
+            (self.progress, serving, self.history.entries),
+            f"no recorded spec makes revision {serving}",
+        )
+        if key == self._no_return:
+            return words
+        good = last_good(self.history.entries, serving, digest)
+        found = await self._recorded(body, good.digest) if good is not None else None
+        if (
+            good is None
+            or found is None
+            or found.deployment is None
+            or pipeline_revision(found.deployment.spec) != serving
+        ):
+            self._no_return = self.progress, serving, self.history.entries
+            logger.warning(
+                "%s/%s: rollout of revision %s has failed, and %s",
+                *(self._context.namespace, self._context.name, step.revision, words),
+            )
+            return words
+        message = _failed(step.revision, self.overdue_seconds or 0.0, serving, good, problems)
+        self.rolled_back = RolledBack(
+            generation=body["metadata"].get("generation", 0),
+            from_revision=step.revision,
+            to_revision=serving,
+            spec=good.digest,
+            history_revision=good.number,
+            time=now,
+            reason="ProgressDeadlineExceeded",
+            message=message[:1024],
+        )
+        self._context.events.report(body, "RolledBack", message, warning=True)
+        return ""
+
+    async def keep(self, body: Body, spec: MultimodalDeploymentSpec, serving: str | None) -> list[Problem]:
+        """Record the deployment's own spec."""
+        return await self.history.keep(
+            body["spec"],
+            self._digest_of(spec),
+            pipeline_revision(spec),
+            spec.rollout.revision_history_limit,
+            serving,
+            self.digest,
+        )
+
+
+def _failed(
+    revision: str, seconds: float, serving: str, good: RecordedSpec, problems: Iterable[Problem]
+) -> str:
+    stopping = [p for p in problems if p.stops_pods and p.revision in (None, revision)]
+    why = format_problems(stopping[:2])
+    return (
+        f"revision {revision} made no progress for {seconds:.0f} s{f' ({why})' if why else ''} and was removed; revision {serving} serves "
+        f"with spec {good.number} of `mmd rollout history`; change the spec to try again"
+    )

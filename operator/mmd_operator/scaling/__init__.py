@@ -1,0 +1,1 @@
+"""The autoscaler's tick on a cluster: collects reports, has `autoscaling` decide, acts, keeps a record. Knows no rollout's steps."""

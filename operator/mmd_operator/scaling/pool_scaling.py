@@ -1,0 +1,180 @@
+"""The tick of one deployment's autoscaler on a cluster: collects reports, decides, acts, and keeps a record.
+
+The decisions are those of `autoscaling`; what a tick brings to them is in `scaling_facts` and `load_reports`, what it does with them in
+`scaling_limits` and `scaling_actions`, what it remembers and reports in `scaling_record`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from mmd_api.contract.pools import POOL_NAMES, PoolName
+from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import Pool
+from mmd_operator.autoscaling import (
+    Decision,
+    DeploymentPolicy,
+    ScaleActions,
+    Scaler,
+)
+from mmd_operator.kube.cluster import Cluster
+from mmd_operator.kube.events import Events
+from mmd_operator.kube.metrics import Counts, OperatorMetrics
+from mmd_operator.kube.pauses import Pauses
+from mmd_operator.kube.pod_client import ReportFetcher
+from mmd_operator.observed.observed import Body, Child, Observed, PoolGrowth
+from mmd_operator.scaling.load_reports import LoadReports
+from mmd_operator.scaling.pool_actions import PoolActions
+from mmd_operator.scaling.scaling_facts import pods_in, pool_facts, pool_workload, ready_gateways
+from mmd_operator.scaling.scaling_limits import growth_within, without_loss
+from mmd_operator.scaling.scaling_record import ScalingRecord
+from mmd_operator.sizes.gpu_budget import gpus_held, serving_budget
+from mmd_operator.sizes.pending_growth import PendingGrowth
+from mmd_operator.status.facts import Scaling
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingView:
+    """What a tick decides from, of one moment: the spec, the revision that serves, and what is observed."""
+
+    spec: MultimodalDeploymentSpec
+    revision: str
+    observed: Observed
+
+
+class PoolScaling:
+    """Runs the autoscaler's ticks for one deployment."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        report_fetcher: ReportFetcher,
+        metrics: OperatorMetrics,
+        namespace: str,
+        growth: PendingGrowth,
+        pauses: Pauses,
+    ) -> None:
+        self._growth = growth
+        self._scaler: Scaler | None = None
+        self._spec: MultimodalDeploymentSpec | None = None
+        self.counts = Counts()
+        self._record = ScalingRecord(self.counts)
+        self._reports = LoadReports(report_fetcher, metrics)
+        self._actions = PoolActions(cluster, metrics, namespace, growth, self.counts, pauses)
+
+    @property
+    def report(self) -> Scaling:
+        """The autoscaler's part of the status."""
+        return self._record.report
+
+    @property
+    def decisions(self) -> dict[PoolName, Decision]:
+        """Of the last tick, of the pools that are scaled."""
+        return self._record.decisions
+
+    @property
+    def bounds(self) -> dict[PoolName, tuple[int, int]]:
+        """The least and most replicas of each pool."""
+        return self._record.bounds
+
+    def suspend(self) -> None:
+        """Nothing is scaled now: there are no decisions."""
+        self._record.suspend()
+
+    def remember(self, status: Body) -> None:
+        """Restore the last decisions and throughputs from the status after a start."""
+        self._record.remember(status)
+
+    def needed(self, view: ScalingView) -> bool:
+        """Whether there is anything to decide or to drain, or a surge that leaves or becomes part of the size."""
+        for name in POOL_NAMES:
+            pool: Pool | None = getattr(view.spec, name)
+            child = pool_workload(view.observed, name, view.revision)
+            if pool is None or child is None or child.workload is None:
+                continue
+            if pool.autoscaling is not None:
+                return True
+            if (
+                child.workload.surged
+                or child.workload.replicas > pool.min_replicas
+                or any(p.drain_requested_at for p in view.observed.pods_of(name))
+            ):
+                return True
+        return False
+
+    def watch_drains(self, observed: Observed, now: float) -> None:
+        """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
+        self._actions.watch_drains(observed, now)
+
+    async def tick(self, now: float, look: Callable[[], ScalingView | None]) -> tuple[Events, bool]:
+        """Collect reports, decide, act. Returns what to report as Events, and whether `report` changed.
+
+        `look`: what is there now; None while nothing may be scaled. Nothing is awaited from the view that it decides from, which is of
+        after the collection, to the record of what it decided.
+
+        Raises:
+            BusyError, RefusedError: an action could not be carried out; the next tick tries again.
+        """
+        if (before_reports := look()) is None:
+            return [], False
+        revision = before_reports.revision
+        scaler = self._scaler_for(before_reports.spec)
+        faults = await self._reports.collect(scaler, before_reports.observed, revision, now)
+        view = look()
+        if view is None or view.revision != revision:
+            return [], False  # the reports are of another revision, or nothing may be scaled any more
+        spec, observed = view.spec, view.observed
+        scaler = self._scaler_for(spec)
+        sets = {
+            name: child
+            for name in scaler.policy.pools
+            if (child := pool_workload(observed, name, revision)) and child.workload
+        }
+        if sets.keys() != scaler.policy.pools.keys():
+            return [], False  # a pool does not exist yet
+        scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
+        pods = {name: pods_in(child, name, observed) for name, child in sets.items()}
+        facts = {
+            name: pool_facts(child, pods[name], getattr(spec, name), observed.requested_for(child))
+            for name, child in sets.items()
+        }
+        gateways = frozenset(p.name for p in ready_gateways(observed, revision))
+        decided = scaler.tick(now, facts, gateways)
+        before = self.report
+        events: Events = []
+        self._record.update(decided, faults, spec, events)
+        free = None if spec.gpu_budget is None else spec.gpu_budget - gpus_held(observed)
+        actions: dict[PoolName, ScaleActions] = {}
+        for name, decision in decided.decisions.items():
+            wanted = scaler.actions(now, decision, facts[name])
+            deadline = getattr(spec, name).scheduling_deadline_seconds
+            allowed = without_loss(wanted, sets[name], observed, pods[name], now, deadline)
+            actions[name], free = growth_within(free, allowed, sets[name], observed)
+        with self._growth.deciding(_growth(actions, sets)):
+            for name, decision in decided.decisions.items():
+                await self._actions.carry_out(
+                    actions[name], sets[name], facts[name], pods[name], decision, events
+                )
+        return events, self.report != before
+
+    def _scaler_for(self, spec: MultimodalDeploymentSpec) -> Scaler:
+        if self._scaler is None or self._spec is not spec:
+            policy = DeploymentPolicy.of(spec)
+            if self._scaler is None:
+                known = {name: kept.rates for name, kept in self._record.throughputs().items()}
+                self._scaler = Scaler(policy, known)
+            self._scaler.policy, self._spec = policy, spec
+            self._record.begin(policy, spec)
+        return self._scaler
+
+
+def _growth(
+    actions: Mapping[PoolName, ScaleActions], sets: Mapping[PoolName, Child]
+) -> dict[str, PoolGrowth]:
+    """By name of the workload: the pools that become larger."""
+    return {
+        child.name: growth
+        for name, child in sets.items()
+        if (size := actions[name].replicas) is not None and (growth := PoolGrowth.to(size, child)) is not None
+    }

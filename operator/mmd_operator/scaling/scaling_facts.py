@@ -1,0 +1,66 @@
+"""What a tick of the autoscaler knows of a deployment's pools and pods from its cluster. Pure."""
+
+from __future__ import annotations
+
+from mmd_api.contract.pools import PoolName
+from mmd_api.spec.pools import Pool
+from mmd_operator.autoscaling import PodFacts, PoolFacts
+from mmd_operator.observed.observed import Child, Observed, PodView
+from mmd_operator.sizes.groups import as_one
+
+
+def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | None:
+    """What makes the pods of a pool in one revision."""
+    return next(
+        (
+            child
+            for child in observed.children.values()
+            if child.is_sized
+            and child.component == pool
+            and child.revision == revision
+            and not child.deleting
+        ),
+        None,
+    )
+
+
+def pods_in(child: Child, pool: PoolName, observed: Observed) -> list[PodView]:
+    """Replicas of a pool's workload; of groups, the leaders, with what their followers lack."""
+    return [
+        as_one(p, observed)
+        for p in observed.pods_of(pool)
+        if p.revision == child.revision and p.name.startswith(f"{child.name}-")
+    ]
+
+
+def ready_gateways(observed: Observed, revision: str) -> list[PodView]:
+    """Gateways of one revision that serve."""
+    return [p for p in observed.pods_of("gateway") if p.revision == revision and p.ready and not p.deleting]
+
+
+def pool_facts(child: Child, pods: list[PodView], pool: Pool, asking: Child | None = None) -> PoolFacts:
+    """A pool as the autoscaler sees it. `asking`: its MultimodalPool."""
+    return PoolFacts(
+        replicas=child.workload.replicas if child.workload else 0,
+        pods=tuple(pod_facts(pod) for pod in pods),
+        drain_seconds=float(pool.drain_seconds),
+        surge=int(child.workload.surged) if child.workload else 0,
+        requested=asking.requested.replicas if asking and asking.requested else None,
+    )
+
+
+def pod_facts(pod: PodView) -> PodFacts:
+    """A pod as the autoscaler sees it."""
+    ordinal = pod.name.rpartition("-")[2]
+    return PodFacts(
+        name=pod.name,
+        ordinal=int(ordinal) if ordinal.isdigit() else -1,
+        created_at=pod.created_at,
+        ready=pod.ready,
+        unschedulable=pod.unschedulable is not None,
+        deleting=pod.deleting,
+        drain_requested=pod.drain_requested_at is not None,
+        drain_requested_at=pod.drain_requested_at,
+        waiting_since=pod.unschedulable_since or pod.starting_since,
+        failing=pod.failing,
+    )

@@ -1,0 +1,114 @@
+"""What a pass found out about a deployment: what its conditions and its status are made from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmd_api.contract.pools import PoolName
+from mmd_api.spec.exposure import ParentRef
+from mmd_api.spec.gateway import AuthSpec
+from mmd_api.status import (
+    PinnedRevision,
+    PoolThroughput,
+    RolledBack,
+    RolloutProgress,
+    ScalingDecision,
+    WeightsStatus,
+)
+from mmd_operator.observed.observed import Child, Observed, Workload
+from mmd_operator.observed.problems import Problem
+from mmd_operator.rollout.next_step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The autoscaler's part of the status. `decisions`: that hold now; `changes`: the last of size; `missing`: reports without which nothing is lowered; `limited`: pools at a hard limit."""
+
+    decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
+    changes: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
+    throughput: Mapping[PoolName, PoolThroughput] = field(default_factory=dict)
+    pools: tuple[PoolName, ...] = ()
+    shadow: tuple[PoolName, ...] = ()
+    missing: tuple[str, ...] = ()
+    limited: tuple[str, ...] = ()
+    limit: str | None = None
+    bottleneck: PoolName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a pass found out. `problems` are gathered, the worst first; `step` is None where no plan could be made."""
+
+    name: str
+    namespace: str
+    pools: tuple[PoolName, ...]
+    managed_nats: bool
+    observed: Observed
+    problems: tuple[Problem, ...]
+    step: Step | None
+    tls: bool = False
+    """Whether the gateway speaks TLS."""
+    route_parents: tuple[ParentRef, ...] = ()
+    """Gateways that the HTTPRoute of the spec attaches to."""
+    auth: AuthSpec | None = None
+    """What the spec says that clients need; None: nothing."""
+    exposed_by: tuple[str, ...] = ()
+    """Kinds of the objects of the spec that lead clients outside the cluster to the gateway."""
+    paused: bool = False
+    unknown_fields: tuple[str, ...] = ()
+    scaling: Scaling = field(default_factory=Scaling)
+    pinned: tuple[PinnedRevision, ...] = ()
+    changes_paused: bool = False
+    """Whether changes of the spec wait."""
+    progress: RolloutProgress | None = None
+    rolled_back: RolledBack | None = None
+    overdue_seconds: float | None = None
+    """The deadline that the rollout has missed, if it has."""
+    not_rolled_back: str = ""
+    """Why it has not been rolled back although the spec wants that."""
+    waiting: str = ""
+    """What pods wait for that is not a problem yet."""
+    weights: WeightsStatus | None = None
+    """The download of weights to the cache, where there is one."""
+
+    @property
+    def gateway(self) -> Workload | None:
+        """The gateway's Deployment."""
+        child = self.observed.children.get(("Deployment", f"{self.name}-gateway"))
+        return child.workload if child else None
+
+    @property
+    def gateways_without_keys(self) -> tuple[str, ...]:
+        """Gateway pods that let in everyone. Those that are being deleted still answer over connections that clients keep."""
+        pods = self.observed.pods_of("gateway")
+        return tuple(sorted(pod.name for pod in pods if pod.keys_secret is None and not pod.finished))
+
+    @property
+    def route(self) -> Child | None:
+        """The HTTPRoute."""
+        return self.observed.children.get(("HTTPRoute", f"{self.name}-gateway"))
+
+    @property
+    def pool(self) -> Child | None:
+        """The InferencePool."""
+        return self.observed.children.get(("InferencePool", f"{self.name}-gateway"))
+
+    @property
+    def serving(self) -> str | None:
+        """The revision that serves."""
+        if self.step is not None:
+            return self.step.serving
+        return self.gateway.template_revision if self.gateway else None
+
+    def workloads(self, pool: PoolName) -> dict[str | None, Workload]:
+        """Workloads of a pool by revision."""
+        return {
+            child.revision: child.workload
+            for child in self.observed.children.values()
+            if child.is_sized and child.component == pool and child.workload and not child.deleting
+        }
+
+    def serving_workload(self, pool: PoolName) -> Workload | None:
+        """A pool's workload in the revision that serves."""
+        return self.workloads(pool).get(self.serving)

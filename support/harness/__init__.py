@@ -1,0 +1,1 @@
+"""How tests wait, keep time, start programs and are reported."""

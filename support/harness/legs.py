@@ -1,0 +1,148 @@
+"""Pytest's side of `ci`: marks what runs where, and writes the outcome of every test where `MMD_TEST_OUTCOMES` names a file.
+
+Use: `pytest_plugins = ["support.harness.legs"]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci.drills import drill_of, stale
+from support.harness.waiting import reports_of_waits
+
+OUTCOMES = "MMD_TEST_OUTCOMES"
+
+#: Fixtures that start a program: a test with one depends on more than the code.
+PROGRAMS = frozenset(
+    {"nats_server", "own_nats_server", "connect", "launch", "control_plane", "api", "shared_api", "namespace"}
+)
+
+CPU = "cpu seconds"
+CHECK = "a check did not hold"
+
+#: What pytest-xdist appends to the node id of a test in a group.
+GROUP = re.compile(r"(?<=[\]\w])@[\w-]+$")
+
+
+def is_deployment(item: pytest.Item) -> bool:
+    """Whether the test needs a whole deployment, and with it both cores."""
+    _, folder, *_ = (*item.nodeid.split("/"), "", "")
+    grouped = folder == "observe" and item.get_closest_marker("xdist_group") is not None
+    return folder in ("pipeline", "page") or grouped
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole_modules = not any("::" in argument for argument in config.args)
+    if whole_modules and (names := stale([item.nodeid for item in items])):
+        raise pytest.UsageError(f"ci/drills.toml names tests that do not exist: {', '.join(names)}")
+    for item in items:
+        if drill := drill_of(item.nodeid):
+            item.add_marker(pytest.mark.drill(name=drill))
+        elif item.get_closest_marker("alone"):
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked alone, so no leg runs it; add it to ci/drills.toml"
+            )
+        if is_deployment(item):
+            item.add_marker(pytest.mark.deployment)
+        if PROGRAMS.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.system)
+
+
+def cpu_seconds() -> float:
+    """What this process has computed, and the programs that it has seen end."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+BEFORE: pytest.StashKey[float] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[BEFORE] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The report of a failed phase has the waits that it interrupted and whether a check did not hold, that of a test's last phase what all of
+    it has computed.
+    """
+    report = yield
+    if report.failed:
+        report.sections.extend(("Unfinished wait", text) for text in reports_of_waits())
+    if report.when == "teardown":
+        report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
+    if call.excinfo is not None:
+        report.user_properties.append((CHECK, isinstance(call.excinfo.value, AssertionError)))
+    return report
+
+
+class Outcomes:
+    """Lines of JSON: that a test began, each phase that failed, how it ended, what it has computed, and the end of the session."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._line(test=GROUP.sub("", nodeid), outcome="begun", seconds=0.0, system=False, output="")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            seconds = dict(report.user_properties)[CPU]
+            self._line(
+                test=GROUP.sub("", report.nodeid), outcome="cpu", seconds=seconds, system=False, output=""
+            )
+        if report.when != "call" and report.passed:
+            if report.when == "setup" and report.duration > 1:
+                self._write(report, "set up")
+            return
+        self._write(report, "failed" if report.failed else report.outcome)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._line(
+                test=report.nodeid, outcome="failed", seconds=0.0, system=False, output=report.longreprtext
+            )
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._line(
+            test="", outcome="session", seconds=0.0, system=False, output=f"exit status {int(exitstatus)}"
+        )
+
+    def _write(self, report: pytest.TestReport, outcome: str) -> None:
+        output = ""
+        if report.failed:
+            sections = (f"--- {title}\n{text}" for title, text in report.sections)
+            output = "\n".join((report.longreprtext, *sections))
+        elif isinstance(report.longrepr, tuple):  # where it was skipped, and why
+            output = report.longrepr[2]
+        self._line(
+            test=GROUP.sub("", report.nodeid),
+            outcome=outcome,
+            seconds=round(report.duration, 2),
+            system="system" in report.keywords,
+            output=output,
+            answers="deployment" in report.keywords or "drill" in report.keywords,
+            check=dict(report.user_properties).get(CHECK, False),
+        )
+
+    def _line(self, **facts: Any) -> None:
+        self._file.write(json.dumps(facts) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = os.environ.pop(OUTCOMES, "")  # a pytest that a test starts writes none
+    if path and not hasattr(config, "workerinput"):  # with pytest-xdist the controller sees all reports
+        config.pluginmanager.register(Outcomes(Path(path)), "outcomes of tests")

@@ -1,0 +1,1 @@
+"""Deployments and pods that serve, clients that ask them, and what they hold."""

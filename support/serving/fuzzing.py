@@ -1,0 +1,370 @@
+"""Random requests of two gateways that need API keys, made from the OpenAPI document that they serve, sent side by side; what must never
+happen is reported.
+
+Bodies come from schemathesis: valid ones, and ones that break their schema. Some are changed further, sent broken, or left by their client;
+some are sent again (`repeating`). Some come from a tenant at its limits, or without a valid key. Fields that chance leaves out are sent on
+purpose. Generated work is bounded, so that a run asks many questions instead of few long ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import schemathesis
+import yaml
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.core import NOT_SET
+
+from mmd_api.tenants import hash_of
+from mmd_cli.local.pods import LocalSecrets
+from support.serving.asking import HANG_SECONDS, TIMEOUT, Asked, ask
+from support.serving.fields import Fields, fields_of, names_in, takes_json
+from support.serving.local_deployment import ROOT, Deployment
+from support.serving.repeating import Repeat
+
+MODEL = "builtin/demo"
+CLIENTS = 8
+LEAVES_AFTER_SECONDS = (0.005, 0.05, 0.3)
+MOST_TOKENS = 12
+MOST_DIFFERENT = (
+    400  # bodies of one operation that are valid, or invalid; beyond it they are sent again with changes
+)
+CHANGED = 0.25  # of the others
+KEYS = 40  # idempotency keys that requests share
+REPEATED = 0.1  # of the requests for tokens: with a key of their own, and sent again
+STREAMED = 0.7  # of those
+TOKENS_FIELDS = {
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),  # one of them
+    "/v1/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+BOTH = 0.05  # of the requests that have several: which are refused
+KEY, LIMITED, EXPIRED = "key-of-the-fuzz", "key-of-one-with-limits", "key-of-last-year"
+TENANTS = [
+    {
+        "name": "fuzz",
+        "keys": [{"hash": hash_of(KEY)}, {"hash": hash_of(EXPIRED), "expires": "2026-01-01T00:00:00Z"}],
+    },
+    {
+        "name": "limited",
+        "keys": [{"hash": hash_of(LIMITED)}],
+        "limits": {"concurrentRequests": 1, "requestsPerMinute": 20, "tokensPerDay": 10_000},
+    },
+]
+TAKEN = ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY})
+LIMITED_SHARE, REFUSED_SHARE = 0.08, 0.05
+REFUSED: tuple[dict[str, str], ...] = (
+    {}, {"authorization": "Bearer"}, {"authorization": f"Bearer {KEY[:-1]}"}, {"authorization": f"Bearer {KEY.upper()}"}, {"authorization": f"Basic {KEY}"},
+    {"authorization": KEY}, {"x-api-key": f"{KEY}x"}, {"x-api-key": EXPIRED}, {"authorization": f"Bearer {KEY}", "x-api-key": LIMITED},
+)  # fmt: skip
+"""Headers without a valid key, or with two."""
+QUESTION = "What color is the shape?"
+ASKS = {"messages": [{"role": "user", "content": QUESTION}]}
+BASES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": ASKS,
+    "/v1/completions": {"prompt": QUESTION},
+    "/v1/responses": {"input": QUESTION},
+    "/v1/messages": ASKS,
+    "/v1/messages/count_tokens": ASKS,
+    "/tokenize": {"prompt": QUESTION},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+"""Requests that are taken: with a few fields of a random body, most are, and reach what an invalid one does not."""
+BASED = 0.5
+PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+JUNK: tuple[Any, ...] = (
+    None, True, 0, -1, 1.5, 10**30, "", "x", "\ud800", "\x00", "é" * 3000, [], {}, [[]], {"type": "text"}, [{}], PICTURE, "data:image/png;base64,AAAA",
+    "http://127.0.0.1:1/", "file:///etc/passwd", "x" * 20_000, "<|im_start|>", "auto", {"type": "json_object"}, {"type": "function", "function": {"name": "f", "parameters": {}}},
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What is it?"}]}],
+    ASKS["messages"], QUESTION,
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What came of a run. `failures`: of each, the request and what was wrong with the answer."""
+
+    requests: int = 0
+    left: int = 0  # by their clients, before the answer was complete
+    repeated: Counter[str] = field(
+        default_factory=Counter
+    )  # of the requests; by how, and what came of the first
+    statuses: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    slowest_seconds: float = 0.0
+    unsent: list[str] = field(default_factory=list)  # fields of requests that none had, by path
+    failures: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "requests": self.requests,
+            "left_by_their_clients": self.left,
+            "sent_again": dict(sorted(self.repeated.items())),
+            "statuses": dict(sorted(self.statuses.items())),
+            "codes": dict(self.codes.most_common()),
+            "slowest_seconds": round(self.slowest_seconds, 1),
+            "fields_not_sent": self.unsent,
+            "failures": self.failures,
+        }
+
+
+@contextmanager
+def fuzzed_deployment(folder: Path) -> Iterator[Deployment]:
+    """examples/demo.yaml with two gateways that need API keys."""
+    resource = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
+    resource["spec"]["gateway"] = {"auth": {"keysSecret": "keys"}, "files": {}}
+    file, keys = folder / "fuzz.yaml", folder / "keys.yaml"
+    file.write_text(yaml.safe_dump(resource))
+    keys.write_text(yaml.safe_dump({"tenants": TENANTS}))
+    with Deployment(file, secrets=LocalSecrets(keys=keys)) as deployment:
+        yield deployment
+
+
+def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
+    """Send so many requests, and those that fields need which these have left out; the same ones for the same seed."""
+    report, lock = Report(), threading.Lock()
+    with deployment.http(HANG_SECONDS) as client, ThreadPoolExecutor(CLIENTS) as threads:
+        document = client.get("/openapi.json", headers=TAKEN[0]).raise_for_status().json()
+        free = threading.Semaphore(2 * CLIENTS)
+
+        def answer(sent: Asked | Repeat) -> None:
+            try:
+                begun = time.monotonic()
+                answers = sent.send(client) if isinstance(sent, Repeat) else [ask(client, sent)]
+                seconds = (time.monotonic() - begun) / len(answers)
+                asked = sent.asked if isinstance(sent, Repeat) else sent
+                with lock:
+                    report.requests += 1
+                    report.left += bool(asked.leaves_after)
+                    report.slowest_seconds = max(report.slowest_seconds, seconds)
+                    if isinstance(sent, Repeat):
+                        report.repeated[f"{sent.how}: {[one.status for one in answers]}"] += 1
+                    for one in answers:
+                        report.statuses[f"{asked.method} {_route(asked.path)} {one.status}"] += 1
+                        report.codes[one.code] += bool(one.code)
+                        if one.wrong:
+                            report.failures.append(
+                                f"{one.wrong}: {asked.method} {asked.path} {asked.headers} {asked.content[:2000]!r}"
+                            )
+            finally:
+                free.release()
+
+        def send(sent: Asked | Repeat) -> None:
+            free.acquire()
+            threads.submit(answer, sent)
+
+        report.unsent = _generate(document, count, seed_number, send)
+    report.failures += [f"no request had {name}" for name in report.unsent]
+    return report
+
+
+def _generate(
+    document: dict[str, Any], count: int, seed_number: int, send: Callable[[Asked | Repeat], None]
+) -> list[str]:
+    """Send so many requests; returns the fields that none of them had."""
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    posts = [
+        operation
+        for operation in operations
+        if operation.method == "post" and takes_json(document, operation.path)
+    ]
+    gets = [operation for operation in operations if operation.method == "get"]
+    shares = [(operation, mode) for operation in posts for mode in GenerationMode]
+    rng = random.Random(seed_number)
+    for _ in range(gets_count := count // 50):
+        send(_get(rng, rng.choice(gets).path))
+    left = count - gets_count
+    unsent: dict[str, set[str]] = {}
+    for number, (operation, mode) in enumerate(shares):
+        share = left // (len(shares) - number)
+        left -= share
+        bodies = _bodies(operation, mode, min(share, MOST_DIFFERENT), seed_number)
+        fields = set(fields_of(document, operation.path).names())
+        at_top = sorted(name for name in fields if "." not in name and "[" not in name)
+        left_out = unsent.setdefault(operation.path, fields)
+        for at in range(share):
+            body = bodies[at % len(bodies)]
+            if operation.path in TOKENS_FIELDS and rng.random() < REPEATED:
+                repeat = _repeat(rng, operation.path, body, f"{seed_number}-{number}-{at}")
+                left_out -= set(names_in(repeat.asked.content))
+                send(repeat)
+                continue
+            changes = at >= len(bodies) or rng.random() < CHANGED
+            asked = _post(rng, operation.path, _body(rng, operation.path, body, at_top if changes else ()))
+            left_out -= set(names_in(asked.content))
+            send(asked)
+    for path, names in unsent.items():
+        for name in sorted(names, key=len, reverse=True):  # a field has those that it lies in
+            if name not in names:
+                continue
+            asked = _on_purpose(rng, fields_of(document, path), path, name)
+            names -= set(names_in(asked.content))
+            send(asked)
+    return [f"{path} {name}" for path, names in unsent.items() for name in sorted(names)]
+
+
+def _on_purpose(rng: random.Random, fields: Fields, path: str, name: str) -> Asked:
+    """A request with a field that chance has left out."""
+    body = fields.with_field(name) | {"model": MODEL}
+    if (others := TOKENS_FIELDS.get(path)) is not None:
+        _bound(rng, body, (name,) if name in others else others)
+    headers = {"content-type": "application/json", "x-request-timeout": TIMEOUT, **TAKEN[0]}
+    return Asked("POST", path, headers, json.dumps(body).encode())
+
+
+def _bodies(operation: Any, mode: Any, count: int, seed_number: int) -> list[Any]:
+    """So many bodies of an operation, or fewer where its schema has no more different ones."""
+    found: list[Any] = []
+
+    @seed(seed_number)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def generate(case: Any) -> None:
+        found.append(case.body)
+
+    generate()
+    return found
+
+
+def _get(rng: random.Random, path: str) -> Asked:
+    name = rng.choice((MODEL, "x", "../models", "é\x00", "%", "a/b/c", "?", "#", "x" * 5000))
+    return Asked(
+        "GET", path.replace("{name}", quote(name)).replace("{file_id}", quote(name)), rng.choice(TAKEN), b""
+    )
+
+
+def _body(rng: random.Random, path: str, body: Any, fields: Sequence[str]) -> Any:
+    """A copy of a body, with something changed where `fields`, those that its schema has, are given."""
+    body = _with_whole_numbers(body)
+    if isinstance(body, dict) and rng.random() < BASED:
+        some = rng.sample(sorted(body), min(len(body), rng.randrange(4)))
+        body = copy.deepcopy(BASES[path]) | {name: body[name] for name in some}
+    if fields:
+        body = _changed(rng, body, fields)
+    if isinstance(body, dict):
+        if rng.random() < 0.9:
+            body["model"] = MODEL
+        if path in TOKENS_FIELDS:
+            _bound(rng, body, TOKENS_FIELDS[path])
+    return body
+
+
+def _post(rng: random.Random, path: str, body: Any) -> Asked:
+    headers = {"content-type": "application/json", "x-request-timeout": TIMEOUT}
+    is_bytes = isinstance(body, bytes)  # no JSON
+    content = body if is_bytes else b"" if body is NOT_SET else json.dumps(body).encode()
+    match rng.randrange(40):
+        case 0:
+            content = content[: rng.randrange(len(content) + 1)]
+        case 1:
+            content = rng.randbytes(rng.randrange(200))
+        case 2:
+            headers["content-type"] = rng.choice(("text/plain", "application/json; charset=utf-16", "x"))
+        case 3:
+            headers["x-request-timeout"] = rng.choice(("", "-1", "0", "1e9", "nan", "0.001", "9" * 30))
+    if rng.random() < 0.2:
+        headers["idempotency-key"] = rng.choice(("", "a b", "x" * 300, *(f"key-{n}" for n in range(KEYS))))
+        if rng.random() < 0.2:
+            headers["last-event-id"] = rng.choice(("0", "3", "0123abcd-0", "0123abcd-999999999", "x-1", ""))
+    leaves_after = rng.choice(LEAVES_AFTER_SECONDS) if rng.random() < 0.03 else 0.0
+    drawn = rng.random()
+    is_refused = drawn < REFUSED_SHARE
+    if is_refused:
+        headers |= rng.choice(REFUSED)
+    elif drawn < REFUSED_SHARE + LIMITED_SHARE:
+        headers["authorization"] = f"Bearer {LIMITED}"
+    else:
+        headers |= rng.choice(TAKEN)
+    return Asked("POST", path, headers, content, leaves_after, is_refused)
+
+
+def _repeat(rng: random.Random, path: str, body: Any, key: str) -> Repeat:
+    """A request that is mostly taken, with one field of a random body, to be sent again."""
+    made = copy.deepcopy(BASES[path])
+    body = _with_whole_numbers(body)
+    if isinstance(body, dict) and body:
+        name = rng.choice(sorted(body))
+        made[name] = body[name]
+    made |= {"model": MODEL, "stream": rng.random() < STREAMED}
+    _bound(rng, made, TOKENS_FIELDS[path])
+    headers = {"content-type": "application/json", "x-request-timeout": TIMEOUT, **rng.choice(TAKEN)}
+    return Repeat.drawn(rng, Asked("POST", path, headers, json.dumps(made).encode()), key)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """A copy with integers where a schema takes `3.0` for one, which the gateway does not."""
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(_with_whole_numbers, value))
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _bound(rng: random.Random, body: dict[str, Any], names: Sequence[str]) -> None:
+    """Few tokens and few answers where the request would be taken; what is no number stays. Of several `names` of one thing, one is kept."""
+    kept = rng.choice(names)
+    for name in names:
+        value = body.get(name)
+        if name != kept and rng.random() >= BOTH:
+            body.pop(name, None)
+        elif (value is None and name == kept) or (type(value) is int and value > MOST_TOKENS):
+            body[name] = MOST_TOKENS
+    for field_name in ("n", "best_of"):
+        if type(body.get(field_name)) is int and body[field_name] > 2:
+            body[field_name] = 2
+    if type(body.get("min_tokens")) is int and body["min_tokens"] > MOST_TOKENS:
+        body["min_tokens"] = MOST_TOKENS
+
+
+def _changed(rng: random.Random, body: Any, fields: Sequence[str]) -> Any:
+    """A body with junk somewhere, or without something, or with something twice."""
+    if isinstance(body, dict) and rng.random() < 0.4:
+        return body | {rng.choice(fields): copy.deepcopy(rng.choice(JUNK))}
+    places = list(_places(body))
+    if not places:
+        return rng.choice(JUNK)
+    holder, key = rng.choice(places)
+    junk = copy.deepcopy(rng.choice(JUNK))
+    match rng.randrange(4):
+        case 0 if isinstance(holder, dict):
+            del holder[key]
+        case 1 if isinstance(holder, list):
+            holder.append(copy.deepcopy(holder[key]))
+        case 2 if isinstance(holder, dict):
+            holder[rng.choice(("x", "type", "role", "content", "tools", "stream", ""))] = junk
+        case _:
+            holder[key] = junk
+    return body
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield value, key
+        yield from _places(inner)
+
+
+def _route(path: str) -> str:
+    return "/v1/models/{name}" if path.startswith("/v1/models/") else path

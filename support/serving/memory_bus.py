@@ -1,0 +1,142 @@
+"""Buses that are joined in memory: a message takes a few turns of the event loop and no time, so a test on a `FakeClock` is exact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mmd_api.contract.errors import DeadlineError, PeerLostError
+from mmd_api.contract.subjects import Subjects
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.codec import pack, unpack
+
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+class _Served:
+    """A subject, of whose last token `*` takes any, and who handles its messages: in order, or requests side by side."""
+
+    def __init__(self, subject: str, kind: type, handler: Handler) -> None:
+        self.subject, self.kind, self.handler = subject, kind, handler
+        self._waiting: deque[bytes] = deque()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def takes(self, subject: str) -> bool:
+        prefix, star, _ = self.subject.partition("*")
+        return subject.startswith(prefix) if star else subject == self.subject
+
+    def put(self, data: bytes) -> None:
+        self._waiting.append(data)
+        if len(self._waiting) == 1:
+            self._start(self._work())
+
+    def answer(self, data: bytes) -> asyncio.Task[Any]:
+        return self._start(self._answer(data))
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _work(self) -> None:
+        while self._waiting:
+            await self.handler(unpack(self.kind, self._waiting[0]))
+            self._waiting.popleft()
+
+    async def _answer(self, data: bytes) -> Any:
+        return await self.handler(unpack(self.kind, data))
+
+    def _start(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class MemoryNet:
+    """What joins the buses. `clock`: of the time-outs of requests."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.clock = clock
+        self.subjects = Subjects("test", "memory", "r1")
+        self.subscribed: list[_Served] = []
+        self.served: list[_Served] = []
+
+    def bus(self, name: str) -> Bus:
+        return cast(Bus, _MemoryBus(self, name))
+
+
+class _MemoryBus:
+    """As much of a `Bus` as those use who only publish, subscribe, request and serve."""
+
+    is_connected = True
+
+    def __init__(self, net: MemoryNet, name: str) -> None:
+        self.client_name, self.subjects = name, net.subjects
+        self.client = SimpleNamespace(is_closed=False)
+        self._net = net
+        self._own: list[_Served] = []
+
+    def on_reconnect(self, _: object) -> None:
+        pass
+
+    async def flush(self) -> None:
+        pass
+
+    async def publish(self, subject: str, message: object, reply: str = "") -> None:
+        for one in [one for one in self._net.subscribed if one.takes(subject)]:
+            one.put(pack(message))
+
+    async def subscribe(self, subject: str, kind: type, handler: Handler) -> Any:
+        return self._listen(self._net.subscribed, _Served(subject, kind, handler))
+
+    async def serve(self, subject: str, kind: type, handler: Handler) -> Any:
+        return self._listen(self._net.served, _Served(subject, kind, handler))
+
+    async def request(
+        self,
+        subject: str,
+        message: object,
+        reply_type: type,
+        timeout: float,
+        max_bytes: int = 1 << 30,
+    ) -> Any:
+        for heard in [one for one in self._net.subscribed if one.takes(subject)]:
+            heard.put(pack(message, max_bytes))
+        served = next((one for one in self._net.served if one.takes(subject)), None)
+        if served is None:
+            raise PeerLostError(f"no subscriber on {subject}")
+        answering = served.answer(pack(message, max_bytes))
+        answering.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            async with self._net.clock.timeout(timeout):
+                await asyncio.wait([answering])
+        except TimeoutError as error:
+            raise DeadlineError(f"no reply on {subject} within {timeout:.3g} s") from error
+        if answering.cancelled():
+            await self._net.clock.sleep(timeout)
+            raise DeadlineError(f"no reply on {subject} within {timeout:.3g} s")
+        return unpack(reply_type, pack(answering.result()))
+
+    async def close(self) -> None:
+        self.client.is_closed = True
+        for one in list(self._own):
+            self._forget(one)
+
+    def _listen(self, group: list[_Served], one: _Served) -> Any:
+        group.append(one)
+        self._own.append(one)
+
+        async def unsubscribe() -> None:
+            self._forget(one)
+
+        return SimpleNamespace(unsubscribe=unsubscribe)
+
+    def _forget(self, one: _Served) -> None:
+        one.end()
+        for group in (self._net.subscribed, self._net.served, self._own):
+            if one in group:
+                group.remove(one)

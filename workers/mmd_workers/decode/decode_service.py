@@ -1,0 +1,516 @@
+"""The decode role's side of a KV handover: grants blocks under a lease, receives their bytes, and starts the sequence at commit.
+
+Once attached, a sequence is the engine's and the sequence book's business; this file only brings it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from mmd_api.contract.errors import (
+    DrainingError,
+    LayoutMismatchError,
+    LeaseError,
+    LinkError,
+    MmdError,
+    OverloadedError,
+    RequestCancelledError,
+)
+from mmd_api.spec.transfer import KvWireFormat
+from mmd_workers.decode.queue import OfferQueue
+from mmd_workers.kv.chunks import recv_range
+from mmd_workers.kv.leases import LeaseTable
+from mmd_workers.kv.links import LinkManager, PairLink
+from mmd_workers.kv.quantize import KvWire
+from mmd_workers.observe.metrics import Metrics
+from mmd_workers.sequences.engine import SequenceEngine
+from mmd_workers.sequences.sequence_events import SequenceOwner
+from mmd_workers.sequences.token_publisher import SequenceBook, Tracked, sequence_id
+from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.messages.decode import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, KvRelease
+from mmd_workers.wire.messages.message_parts import Acknowledged, Phase
+
+log = logging.getLogger(__name__)
+
+
+LEASE_CHECK_SECONDS = 0.5
+MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the other
+ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
+ANSWER_SECONDS = 1.0  # that a commit waits for the engine before its sender is asked to repeat it
+MAX_COMMITS = 8192  # whose answers are remembered
+UNWRITTEN_BYTES = 64 << 20
+"""Held unpacked while the engine is in a step, besides one chunk of each prefill pod."""
+
+
+@dataclass(slots=True)
+class _Inbound:
+    """A granted handover until it is committed or its lease ends."""
+
+    offer: KvOffer
+    sequence: str
+    epoch: int  # of its link
+    cached_tokens: int  # whose KV is here already
+    received: int = 0  # chunks; the engine writes them in this order
+    first_byte: float = 0.0
+    last_byte: float = 0.0
+    wire_seconds: float = 0.0  # while bytes came: a prefill in chunks leaves time between them
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    held: ExitStack = field(default_factory=ExitStack)  # keeps its link from being evicted between two chunks
+    error: MmdError | None = None
+
+
+@dataclass(slots=True)
+class _Pump:
+    """Takes announced chunks off the newest link of a prefill pod, in order, one at a time."""
+
+    incarnation: str
+    epoch: int
+    link: asyncio.Task[PairLink]
+    chunks: asyncio.Queue[tuple[KvChunk, asyncio.Future[None]]] = field(
+        default_factory=lambda: asyncio.Queue(MAX_ANNOUNCED_CHUNKS)
+    )
+    started: asyncio.Future[None] | None = None  # done when the newest chunk is being received
+    task: asyncio.Task[None] | None = None
+    newest: tuple[str, int] = ("", -1)  # lease and number of the last chunk announced
+    unwritten: int = 0  # bytes that are received, or being received, and not in the engine yet
+
+    @property
+    def made(self) -> PairLink | None:
+        """Its link, once that is made."""
+        done = self.link.done() and not self.link.cancelled() and self.link.exception() is None
+        return self.link.result() if done else None
+
+    def dead(self) -> str:
+        """Why its link is dead; empty while it lives or is being made."""
+        return "" if (link := self.made) is None else link.dead
+
+
+class DecodeService(SequenceOwner):
+    """Grants, receives and commits. Blocks of a lease that ends without a commit are freed."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        pod: str,
+        engine: SequenceEngine,
+        links: LinkManager,
+        book: SequenceBook,
+        metrics: Metrics,
+        wire_format: KvWireFormat = "Model",
+    ) -> None:
+        """`wire_format`: of the KV that comes."""
+        self._bus = bus
+        self._pod = pod
+        self._engine = engine
+        self._links = links
+        self._book = book
+        self._metrics = metrics
+        self._kv_layout = engine.kv_layout
+        self._wire = KvWire(engine.kv_layout, wire_format)
+        self._leases = LeaseTable()
+        self._inbound: dict[str, _Inbound] = {}
+        self._pumps: dict[str, _Pump] = {}  # by prefill pod
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._granting: dict[str, tuple[KvOffer, asyncio.Task[KvGrant]]] = {}  # by request
+        self._commits: OrderedDict[str, asyncio.Task[KvCommitted]] = OrderedDict()
+        self._writes: set[asyncio.Task[None]] = set()
+        self._unwritten = 0  # bytes, over all links
+        self._written = asyncio.Event()
+        self._queue = OfferQueue()
+        self._draining = False
+
+    async def start(self) -> None:
+        """Subscribe; handovers may come from now on."""
+        subjects = self._bus.subjects
+        await self._bus.serve(subjects.kv_offer(self._pod), KvOffer, self._offered)
+        await self._bus.serve(subjects.kv_chunk(self._pod), KvChunk, self._announced)
+        await self._bus.serve(subjects.kv_commit(self._pod), KvCommit, self._committed)
+        await self._bus.serve(subjects.kv_release(self._pod), KvRelease, self._released)
+
+    def drain(self) -> None:
+        """Grant nothing more; what was granted may still be committed."""
+        self._draining = True
+
+    async def run(self) -> None:
+        """Free what belongs to leases that ended and to links that died, until cancelled."""
+        while True:
+            await asyncio.sleep(LEASE_CHECK_SECONDS)
+            for lease in self._leases.expire(time.monotonic()):
+                self._metrics.transfer_failures.labels("kv", "lease_expired").inc()
+                log.warning("lease of %s expired before its commit; its blocks are freed", lease.request_id)
+                await self._drop(
+                    lease.lease_id, LeaseError("the lease has expired; offer the request again"), "expired"
+                )
+            for pod, pump in list(self._pumps.items()):
+                if reason := pump.dead():
+                    self._metrics.transfer_failures.labels("kv", LinkError.code).inc()
+                    await self._end_pump(pod, pump, LinkError(f"the link to {pod} died: {reason}"))
+
+    async def peer_lost(self, pod: str, incarnation: str) -> None:
+        """A prefill worker is gone: what it had not committed is freed now."""
+        lost = LinkError(f"{pod} is lost")
+        if (pump := self._pumps.get(pod)) is not None and pump.incarnation == incarnation:
+            await self._end_pump(pod, pump, lost)
+        for lease in self._leases.drop_owner(pod, incarnation):
+            await self._drop(lease.lease_id, lost)
+
+    @property
+    def inbound(self) -> int:
+        """Handovers that are granted and not committed."""
+        return len(self._inbound)
+
+    def waiting(self) -> int:
+        """Handovers that wait for KV blocks."""
+        return self._queue.waiting(time.monotonic())
+
+    async def cancel_request(self, request_id: str, attempt: int) -> None:
+        """Free the handovers of a request's attempts up to this one, and its place in the queue."""
+        self._queue.leave(request_id)
+        await self._free(request_id, attempt)
+
+    async def _free(self, request_id: str, attempt: int) -> None:
+        for lease_id, inbound in list(self._inbound.items()):
+            if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt:
+                await self._drop(
+                    lease_id, LeaseError("the request was cancelled or offered again"), "released"
+                )
+
+    def _turn(self, request_id: str) -> asyncio.Lock:
+        """Serializes the offers of one request and their release: each sees what the one before has reserved."""
+        return self._turns.setdefault(request_id, asyncio.Lock())
+
+    async def _released(self, release: KvRelease) -> Acknowledged:
+        if release.lease_id:
+            returned = LeaseError("the prefill worker released the lease")
+            await self._drop(release.lease_id, returned, "released")
+        else:
+            self._granting.pop(release.request_id, None)  # an offer that follows comes after this release
+            async with self._turn(release.request_id):
+                await self.cancel_request(release.request_id, release.attempt)
+        return Acknowledged()
+
+    async def _offered(self, offer: KvOffer) -> KvGrant:
+        if not offer.prompt_tokens:
+            return await self._linked(offer)
+        return await asyncio.shield(self._grant_in_progress(offer))
+
+    def _grant_in_progress(self, offer: KvOffer) -> asyncio.Task[KvGrant]:
+        """A repeated offer joins the first while that waits for the engine: replacing it would wait for another step, every time."""
+        known = self._granting.get(offer.request_id)
+        if known is not None and known[0] == offer and not known[1].done():
+            return known[1]
+        task = asyncio.create_task(self._in_turn(offer), name=f"grant-{offer.request_id}")
+        self._granting[offer.request_id] = offer, task
+
+        def forget(_: asyncio.Task[KvGrant]) -> None:
+            if self._granting.get(offer.request_id) == (offer, task):
+                del self._granting[offer.request_id]
+
+        task.add_done_callback(forget)
+        return task
+
+    async def _in_turn(self, offer: KvOffer) -> KvGrant:
+        async with self._turn(offer.request_id):
+            return await self._granted(offer)
+
+    async def _linked(self, offer: KvOffer) -> KvGrant:
+        """Answer an offer of the link alone, ahead of the first handover."""
+        reason = "this pod is draining" if self._draining else self._mismatch(offer)
+        if reason:
+            code = DrainingError.code if self._draining else LayoutMismatchError.code
+            return KvGrant(offer.request_id, granted=False, code=code, reason=reason)
+        epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
+        await self._ensure_pump(offer, epoch)
+        return KvGrant(offer.request_id, granted=True, epoch=epoch, link_endpoint=self._links.endpoint)
+
+    def _mismatch(self, offer: KvOffer) -> str:
+        """Why KV of the pod that offers cannot come here; empty if it can."""
+        if offer.layout.get("wire_format") != self._wire.terms.get("wire_format"):
+            return f"{offer.pod} and {self._pod} pack KV differently on its way; set spec.transfer.kv.wireFormat once for both pools"
+        if offer.layout != self._wire.terms:
+            return f"KV layout {offer.layout} differs from {self._wire.terms}"
+        if offer.backend != self._links.backend:
+            return (
+                f"{offer.pod} sends KV over {offer.backend}, and {self._pod} receives it over {self._links.backend};"
+                " set spec.transfer.kv.backend once for both pools"
+            )
+        return ""
+
+    async def _granted(self, offer: KvOffer) -> KvGrant:
+        def refuse(code: str, reason: str) -> KvGrant:
+            self._metrics.leases.labels("refused").inc()
+            return KvGrant(offer.request_id, granted=False, code=code, reason=reason)
+
+        if self._draining:
+            return refuse(DrainingError.code, "this pod is draining")
+        if self._book.was_cancelled(offer.request_id, offer.attempt):
+            return refuse(RequestCancelledError.code, "the request was cancelled")
+        if mismatch := self._mismatch(offer):
+            return refuse(LayoutMismatchError.code, mismatch)
+        sequence = sequence_id(offer.request_id, offer.attempt)
+        await self._free(offer.request_id, offer.attempt)  # an offer after the grant replaces it
+        now = time.monotonic()
+        if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
+            self._queue.join(offer.request_id, offer.arrived, now)
+            return refuse(OverloadedError.code, f"{ahead} older requests are waiting for KV blocks")
+        try:
+            cached = await self._engine.reserve(
+                sequence, offer.prompt_tokens, offer.max_tokens, offer.prefix, offer.companion_tokens
+            )
+        except MmdError as error:
+            if error.retryable:
+                self._queue.join(offer.request_id, offer.arrived, time.monotonic())
+            return refuse(error.code, error.message)
+        self._queue.leave(offer.request_id)
+        try:
+            epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
+            pump = await self._ensure_pump(offer, epoch)
+            inbound = _Inbound(offer, sequence, epoch, cached)
+            if (link := pump.made) is not None:  # else held once it is made
+                inbound.held.enter_context(link.held())
+        except MmdError as error:
+            await self._engine.abort(sequence)
+            return refuse(error.code, error.message)
+        if self._book.was_cancelled(offer.request_id, offer.attempt):  # meanwhile
+            inbound.held.close()
+            await self._engine.abort(sequence)
+            return refuse(RequestCancelledError.code, "the request was cancelled")
+        lease_id = uuid.uuid4().hex
+        self._inbound[lease_id] = inbound
+        self._leases.grant(
+            lease_id, offer.pod, offer.incarnation, sequence, (), time.monotonic(), offer.lease_seconds
+        )
+        self._metrics.leases.labels("granted").inc()
+        return KvGrant(
+            offer.request_id,
+            granted=True,
+            lease_id=lease_id,
+            epoch=epoch,
+            link_endpoint=self._links.endpoint,
+            cached_tokens=cached,
+        )
+
+    async def _ensure_pump(self, offer: KvOffer, epoch: int) -> _Pump:
+        """A pod has one live link: that of its newest incarnation and epoch. What came over an older one is void."""
+        while (pump := self._pumps.get(offer.pod)) is not None:
+            if (pump.incarnation, pump.epoch) == (offer.incarnation, epoch):
+                return pump
+            await self._end_pump(offer.pod, pump, LinkError(f"{offer.pod} switched to another link"))
+        link = asyncio.create_task(
+            asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, epoch)
+        )
+        pump = self._pumps[offer.pod] = _Pump(offer.incarnation, epoch, link)
+        pump.task = asyncio.create_task(self._pump(offer.pod, pump), name=f"kv-from-{offer.pod}@{epoch}")
+        return pump
+
+    def _inbound_over(self, pod: str, pump: _Pump) -> Iterator[tuple[str, _Inbound]]:
+        """Lease and handover of all that is to arrive over this link."""
+        for lease_id, inbound in list(self._inbound.items()):
+            offer = inbound.offer
+            if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
+                yield lease_id, inbound
+
+    async def _end_pump(self, pod: str, pump: _Pump, error: MmdError) -> None:
+        """Free what was to arrive over this link, unless that is done already."""
+        if self._pumps.get(pod) is not pump:
+            return
+        del self._pumps[pod]
+        if pump.task is not None:
+            pump.task.cancel()
+        while not pump.chunks.empty():
+            _, started = pump.chunks.get_nowait()
+            started.set_exception(error)
+        for lease_id, _ in self._inbound_over(pod, pump):
+            await self._drop(lease_id, error)
+
+    async def _announced(self, chunk: KvChunk) -> Acknowledged:
+        """Acknowledged when its bytes are being received. Before that the engine may be busy for any time; the
+        link's deadline starts with the bytes and so measures only the link.
+        """
+        pump = self._pumps.get(chunk.pod)
+        if pump is None or pump.epoch != chunk.epoch:
+            raise LinkError(f"epoch {chunk.epoch} of the link from {chunk.pod} has ended; offer again")
+        if (chunk.lease_id, chunk.sequence) != pump.newest:  # else it is announced again
+            if pump.chunks.full():
+                raise OverloadedError(
+                    f"{MAX_ANNOUNCED_CHUNKS} chunks of {chunk.pod} are already waiting; announce it again"
+                )
+            pump.newest = chunk.lease_id, chunk.sequence
+            pump.started = asyncio.get_running_loop().create_future()
+            pump.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+            pump.chunks.put_nowait((chunk, pump.started))
+        if pump.started is not None:
+            try:
+                async with asyncio.timeout(ANNOUNCED_SECONDS):
+                    await asyncio.shield(pump.started)
+            except TimeoutError as error:
+                raise OverloadedError(
+                    f"an earlier chunk of {chunk.pod} is still being stored; announce it again"
+                ) from error
+        return Acknowledged()
+
+    async def _pump(self, pod: str, pump: _Pump) -> None:
+        try:
+            link = await pump.link
+            for _, waiting in self._inbound_over(pod, pump):
+                waiting.held.enter_context(link.held())
+            while True:
+                chunk, started = await pump.chunks.get()
+                num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
+                await self._take(pump, num_bytes)
+                started.set_result(None)
+                if (inbound := self._inbound.get(chunk.lease_id)) is not None:
+                    inbound.first_byte = inbound.first_byte or time.time()
+                tensors: list[torch.Tensor] = []
+                if chunk.num_tokens:  # else it renews the lease
+                    begun = time.monotonic()
+                    with link.held():  # its lease may end meanwhile
+                        tensors = await asyncio.to_thread(
+                            recv_range,
+                            link,
+                            self._wire.layout,
+                            chunk.num_tokens,
+                            chunk.first_tag,
+                            link.device,
+                        )
+                    if inbound is not None:
+                        inbound.wire_seconds += time.monotonic() - begun
+                    if self._wire.packs:
+                        tensors = await asyncio.to_thread(self._wire.unpack, tensors)
+                writing = asyncio.create_task(self._store(chunk, tensors), name=f"write-{chunk.lease_id}")
+                self._writes.add(writing)
+                writing.add_done_callback(partial(self._wrote, pump, num_bytes))
+        except Exception as failure:
+            # Includes unexpected errors: a reader that ended silently would hold every handover until its lease ends.
+            error, cause = failure, None
+            if not isinstance(error, MmdError):
+                error, cause = LinkError(f"receiving failed: {type(failure).__name__}: {failure}"), failure
+            what = "KV link from %s (epoch %d) failed: %s"
+            log.warning(what, pod, pump.epoch, error.message, exc_info=cause)
+            self._metrics.transfer_failures.labels("kv", error.code).inc()
+            if self._pumps.get(pod) is pump:
+                self._links.drop(pod)
+                pump.task = None  # this very task: it ends by itself
+                await self._end_pump(pod, pump, error)
+
+    def _wrote(self, pump: _Pump, num_bytes: int, writing: asyncio.Task[None]) -> None:
+        self._writes.discard(writing)
+        self._give(pump, num_bytes)
+
+    async def _take(self, pump: _Pump, num_bytes: int) -> None:
+        """Wait until there is room for them besides what the engine has still to write."""
+        while pump.unwritten and self._unwritten + num_bytes > UNWRITTEN_BYTES:
+            self._written.clear()
+            await self._written.wait()
+        pump.unwritten += num_bytes
+        self._unwritten += num_bytes
+
+    def _give(self, pump: _Pump, num_bytes: int) -> None:
+        """They have been written, or are not needed."""
+        pump.unwritten -= num_bytes
+        self._unwritten -= num_bytes
+        self._written.set()
+
+    async def _store(self, chunk: KvChunk, tensors: list[torch.Tensor]) -> None:
+        """Write a chunk to the blocks of a live lease. A fault of one handover does not end the link.
+
+        It counts as received as soon as the engine has the command, so that a commit can be right behind it: both run at the end of
+        the step that the engine is in.
+        """
+        if (inbound := self._inbound.get(chunk.lease_id)) is None:
+            return
+        try:
+            self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
+            num_bytes = chunk.num_tokens * self._wire.bytes_per_token
+            self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
+            inbound.received += 1
+            inbound.last_byte = time.time()
+            inbound.progress.set()
+            if tensors:
+                await self._engine.write_kv(inbound.sequence, chunk.start, tensors)
+        except MmdError as error:
+            await self._drop(chunk.lease_id, error)
+        except KeyError:
+            await self._drop(chunk.lease_id, LeaseError("the reservation no longer exists"))
+        except Exception as failure:
+            what = f"writing KV failed: {type(failure).__name__}: {failure}"
+            log.exception("handover of %s has ended: %s", inbound.sequence, what)
+            await self._drop(chunk.lease_id, LinkError(what))
+
+    async def _committed(self, commit: KvCommit) -> KvCommitted:
+        """A repeated commit, whose first answer may have been lost, gets the same answer."""
+        if (answer := self._commits.get(commit.lease_id)) is None:
+            answer = asyncio.create_task(self._commit(commit), name=f"commit-{commit.lease_id}")
+            self._commits[commit.lease_id] = answer
+            if len(self._commits) > MAX_COMMITS:
+                self._commits.popitem(last=False)
+        done, _ = await asyncio.wait({answer}, timeout=ANSWER_SECONDS)
+        if not done:  # each repetition would hold one of the bus's handlers for all of a long step
+            raise OverloadedError("the engine is in a long step; the commit is in progress, repeat it")
+        return await asyncio.shield(answer)
+
+    async def _commit(self, commit: KvCommit) -> KvCommitted:
+        inbound = self._inbound.get(commit.lease_id)
+        if inbound is None:
+            return KvCommitted(commit.lease_id, ok=False, reason="the lease has ended")
+        try:
+            async with asyncio.timeout(inbound.offer.lease_seconds):
+                while inbound.received < commit.num_chunks and inbound.error is None:
+                    inbound.progress.clear()
+                    await inbound.progress.wait()
+        except TimeoutError:
+            await self._drop(commit.lease_id, LinkError("the KV chunks did not arrive within the lease"))
+        if inbound.error is None:
+            try:
+                self._leases.commit(commit.lease_id, time.monotonic())
+            except LeaseError as error:
+                await self._drop(commit.lease_id, error)
+        if inbound.error is not None:
+            return KvCommitted(commit.lease_id, ok=False, reason=inbound.error.message)
+        del self._inbound[commit.lease_id]
+        inbound.held.close()
+        request = commit.request
+        self._note_transfer(self._book.open(request), inbound)
+        try:
+            await self._engine.attach(
+                inbound.sequence, request, commit.output_token_ids, commit.next_position
+            )
+        except Exception as error:  # noqa: BLE001  whatever it is, its prefill pod has to know, and its blocks to be freed
+            self._book.forget(inbound.sequence)
+            await self._engine.abort(inbound.sequence)
+            return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")
+        self._metrics.leases.labels("committed").inc()
+        await self._book.report_phases(inbound.sequence)  # gateways learn from it how fast KV travels
+        return KvCommitted(commit.lease_id, ok=True)
+
+    def _note_transfer(self, tracked: Tracked, inbound: _Inbound) -> None:
+        now = time.time()
+        first, last = inbound.first_byte or now, inbound.last_byte or now
+        if inbound.last_byte:  # else all of it was cached here
+            self._metrics.transfer.labels("kv").observe(last - first)
+        tokens = inbound.offer.prompt_tokens - inbound.cached_tokens
+        num_bytes = tokens * self._wire.bytes_per_token
+        sizes = {"tokens": tokens, "bytes": num_bytes, "wire_seconds": round(inbound.wire_seconds, 6)}
+        tracked.phases.append(Phase("kv_transfer", first, now, sizes))
+        self._metrics.kv_cached_tokens.inc(inbound.cached_tokens)
+
+    async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
+        """End a handover that is not committed, and free its blocks."""
+        self._leases.release(lease_id)
+        if (inbound := self._inbound.pop(lease_id, None)) is not None:
+            self._metrics.leases.labels(outcome).inc()
+            inbound.error = error
+            inbound.held.close()
+            inbound.progress.set()
+            await self._engine.abort(inbound.sequence)

@@ -1,0 +1,119 @@
+"""The tensors of the KV pool, per layer, and how a range of tokens gets in and out of them. Independent of sequences and scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from mmd_api.contract.errors import CapacityError, CountMismatchError
+from mmd_workers.basics import packing
+from mmd_workers.engine.cpu.library import PoolStruct
+from mmd_workers.engine.cpu.pages import use_huge_pages
+from mmd_workers.model.prompt import KvLayout
+
+
+class KvPool:
+    """Keys and values of every layer: `keys[layer]` and `values[layer]` are [blocks, block_tokens, kv_heads, head_dim], in a packed layout
+    uint8 with the bytes of a row in the place of `head_dim`.
+
+    The canonical layout, in which KV travels between pools of any block size, is a list with one contiguous
+    [2, tokens, kv_heads, head_dim] tensor for each layer (keys first).
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, block_tokens: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.device = device
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        shapes = [
+            (num_blocks, block_tokens, heads, dim)
+            for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
+        ]
+        self.keys, self.values = (
+            [use_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_() for shape in shapes]
+            for _ in range(2)
+        )
+
+    @classmethod
+    def of_bytes(cls, layout: KvLayout, num_bytes: int, block_tokens: int, device: torch.device) -> KvPool:
+        """A pool of as many blocks as fit into `num_bytes`.
+
+        Raises:
+            CapacityError: not one block fits.
+        """
+        block_bytes = layout.bytes_per_token() * block_tokens
+        if num_bytes < block_bytes:
+            raise CapacityError(
+                f"kv_cache_bytes is {num_bytes}, but one block needs {block_bytes} bytes; raise it"
+            )
+        return cls(layout, num_bytes // block_bytes, block_tokens, device)
+
+    def put(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what a step computed for these flat slots, [slots, kv_heads, head_dim] each."""
+        for pool, given in ((self.keys[layer], keys), (self.values[layer], values)):
+            rows = given
+            if self.layout.packed != "Model":
+                rows = pool.new_empty(*given.shape[:-1], pool.shape[-1])
+                packing.pack(given, rows, self.layout.packed)
+            pool.flatten(0, 1).index_copy_(0, slots, rows)
+
+    def at(self, tensor: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What a layer's keys or values, a `tensor` of this pool, have at flat slots, copied: [*slots, kv_heads, head_dim]. `dtype`: the model's."""
+        rows = tensor.flatten(0, 1)[slots]
+        if self.layout.packed == "Model":
+            return rows
+        return packing.unpack(rows, packing.values_of(rows.shape[-1]), dtype, self.layout.packed)
+
+    def struct(self, layer: int) -> PoolStruct:
+        """A layer as the CPU kernels read it; it must not outlive the pool."""
+        return PoolStruct.of(self.keys[layer], self.values[layer], self.layout.packed)
+
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Flat token slots (block * block_tokens + offset) of the tokens [start, end) of a sequence with these blocks."""
+        size = self.block_tokens
+        return [blocks[position // size] * size + position % size for position in range(start, end)]
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> list[torch.Tensor]:
+        """KV of the tokens [start, end) in the canonical layout, copied: the layers are neighbours in one buffer."""
+        index = torch.tensor(self.slots(blocks, start, end), device=self.device)
+        shapes = [(2, end - start, *keys.shape[2:]) for keys in self.keys]
+        sizes = [prod(shape) for shape in shapes]
+        buffer = torch.empty(sum(sizes), dtype=self.keys[0].dtype, device=self.device)
+        read = [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
+        for keys, values, out in zip(self.keys, self.values, read, strict=True):
+            torch.index_select(keys.flatten(0, 1), 0, index, out=out[0])
+            torch.index_select(values.flatten(0, 1), 0, index, out=out[1])
+        return read
+
+    def write(self, blocks: Sequence[int], start: int, tensors: Sequence[torch.Tensor]) -> int:
+        """Write canonical tensors on this pool's device to the tokens from `start` on; returns how many tokens they held.
+
+        Raises:
+            CountMismatchError: the tensors do not have this pool's layers, heads or dimensions.
+        """
+        num_tokens = int(tensors[0].shape[1]) if tensors else 0
+        expected = [
+            (2, num_tokens, heads, dim)
+            for heads, dim in zip(self.layout.num_kv_heads, self.layout.head_dim, strict=True)
+        ]
+        got = [tuple(tensor.shape) for tensor in tensors]
+        dtypes = {tensor.dtype for tensor in tensors} - {keys.dtype for keys in self.keys}
+        if got != expected or dtypes:
+            raise CountMismatchError(
+                f"KV of shapes {got} {dtypes or ''} does not fit this pool ({expected}, {self.layout.dtype}); both peers must "
+                "run the same model"
+            )
+        index = torch.tensor(self.slots(blocks, start, start + num_tokens), device=self.device)
+        for layer, tensor in enumerate(tensors):
+            self.keys[layer].flatten(0, 1).index_copy_(0, index, tensor[0])
+            self.values[layer].flatten(0, 1).index_copy_(0, index, tensor[1])
+        return num_tokens
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks, as they were initially."""
+        index = torch.tensor(list(blocks), device=self.device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_fill_(0, index, 0)

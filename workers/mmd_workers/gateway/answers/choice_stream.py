@@ -1,0 +1,168 @@
+"""From tokens to the parts of an answer: text, stop strings, reasoning, calls, log probabilities. Independent of HTTP and workers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+
+from mmd_api.contract.errors import MmdError
+from mmd_workers.gateway.answers.answer_part import AnswerPart, Candidate, FinishReason, Piece, ScoredToken
+from mmd_workers.gateway.constraints.call_parser import CallParser
+from mmd_workers.gateway.constraints.detokenizer import IncrementalDetokenizer, StopScanner
+from mmd_workers.gateway.constraints.reasoning_parser import ReasoningParser, ReasoningPart, RunKind
+from mmd_workers.gateway.placement.dispatcher import ServedSequence
+from mmd_workers.gateway.placement.sequence_state import Taken
+from mmd_workers.model.interfaces import Frontend
+from mmd_workers.wire.messages.message_parts import PromptLogprob, TokenLogprob
+
+TOKENS_AT_ONCE = 16
+"""The most tokens of a part: where a client reads slowly many wait, and with log probabilities each may take 15 KB."""
+
+
+class ChoiceStream:
+    """One of the n answers of a request, as it grows."""
+
+    def __init__(
+        self,
+        index: int,
+        sequence: ServedSequence,
+        frontend: Frontend,
+        stops: Sequence[str],
+        *,
+        stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        logprobs: bool,
+        token_ids: bool,
+        parser: CallParser | None = None,
+        reasoning: ReasoningParser | None = None,
+    ) -> None:
+        """`stop_token_ids`: tokens that are no text where they end the answer. `min_tokens`: of those no stop string ends it. `parser`: reads
+        the calls of tools in it. `reasoning`: tells its reasoning from the rest. Stop strings end it in its reasoning, too, as in vLLM.
+        """
+        self.index = index
+        self.sequence = sequence
+        self.finish_reason: FinishReason | None = None
+        self.completion_tokens = 0
+        self._frontend = frontend
+        self._parser = parser
+        self._reasoning = reasoning
+        kept = frozenset(
+            token_id for reader in (parser, reasoning) if reader for token_id in reader.token_ids
+        )
+        self._detokenizer = IncrementalDetokenizer(functools.partial(frontend.decode, kept=kept))
+        self._scanner = StopScanner(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._begun = False
+
+    def advance(self) -> AnswerPart | None:
+        """The next part, of the tokens that have arrived, at most `TOKENS_AT_ONCE`; None: nothing to show.
+
+        Raises:
+            MmdError: the sequence failed, after everything before the failure has been returned.
+        """
+        if self.finish_reason is not None:
+            return None
+        text: list[str] = []
+        scored: list[ScoredToken] = []
+        token_ids: list[int] = []
+        prompt: list[ScoredToken] = []
+        for item in self.sequence.state.take(TOKENS_AT_ONCE):
+            self.completion_tokens += 1
+            token_ids.append(item.token_id)
+            stops = self.completion_tokens > self._min_tokens
+            if item.finish_reason != "stop" or item.token_id not in self._stop_token_ids:
+                piece = self._detokenizer.push([item.token_id])
+                if self._reasoning is not None:
+                    self._reasoning.expect(item.token_id, piece)
+                if self._parser is not None:
+                    self._parser.expect(item.token_id, piece)
+                text.append(self._scanner.push(piece, stops=stops))
+            if self.completion_tokens == 1 and self.sequence.state.spec.sampling.prompt_logprobs:
+                prompt = self._prompt(item.prompt_logprobs)
+            if self._logprobs:
+                scored.append(self._scored(item))
+            if item.finish_reason is not None and self._scanner.matched is None:
+                rest = self._detokenizer.flush()
+                if self._reasoning is not None:
+                    self._reasoning.expect(None, rest)
+                text.append(self._scanner.push(rest, stops=stops))
+                text.append(self._scanner.flush())
+                self.finish_reason = "length" if item.finish_reason == "length" else "stop"
+            if self._scanner.matched is not None:
+                self.finish_reason = "stop"
+            if self.finish_reason is not None:
+                break
+        pieces = self._parse("".join(text))
+        unseen = scored or (token_ids if self._token_ids else [])
+        if not pieces and not unseen and self.finish_reason is None:
+            if self.sequence.error is not None and self.sequence.ended:
+                raise self.sequence.error
+            return None
+        part = AnswerPart(
+            index=self.index,
+            pieces=pieces,
+            begins=not self._begun,
+            token_ids=token_ids,
+            logprobs=scored if self._logprobs else None,
+            prompt_logprobs=prompt,
+            finish_reason=self.finish_reason,
+            stop=self._scanner.matched,
+        )
+        self._begun = True
+        return part
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of its tokens so far."""
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
+
+    def _parse(self, text: str) -> list[Piece]:
+        """What the next text is, and at the end of the answer what its calls make of its finish reason."""
+        ended = self.finish_reason is not None
+        pieces: list[Piece] = []
+        if self._reasoning is None:
+            runs: list[tuple[RunKind, str]] = [("content", text)] if text else []
+        else:
+            runs = self._reasoning.push(text)
+            runs += self._reasoning.flush() if ended else []
+        for kind, run in runs:
+            if kind == "content":
+                pieces += [run] if self._parser is None else self._parser.push(run).pieces
+                continue
+            if kind == "reasoning":
+                pieces.append(ReasoningPart(run))
+            if self._parser is not None:
+                self._parser.skip(len(run))
+        if self._parser is not None and ended:
+            pieces += self._parser.flush().pieces
+            if self.finish_reason == "stop" and self._parser.complete:
+                self.finish_reason = "tool_calls"
+        return pieces
+
+    def _scored(self, item: Taken) -> ScoredToken:
+        if item.logprob is None:
+            raise MmdError("the worker sent a token without the requested log probability")
+        return self._token(item.token_id, item.logprob, item.top_logprobs)
+
+    def _prompt(self, logprobs: Sequence[PromptLogprob]) -> list[ScoredToken]:
+        """The tokens of the prompt; the first one follows nothing, so it has no probability."""
+        first, *others = self.sequence.state.spec.token_ids
+        if len(logprobs) != len(others):
+            raise MmdError("the worker sent no log probabilities of the prompt, or not all")
+        return [
+            self._token(first, None, []),
+            *(
+                self._token(token, scored.logprob, scored.top_logprobs)
+                for token, scored in zip(others, logprobs, strict=True)
+            ),
+        ]
+
+    def _token(self, token_id: int, logprob: float | None, likeliest: Sequence[TokenLogprob]) -> ScoredToken:
+        candidates = [Candidate(self._text(token.token_id), token.logprob) for token in likeliest]
+        return ScoredToken(self._text(token_id), logprob, candidates)
+
+    def _text(self, token_id: int) -> str:
+        return self._frontend.decode([token_id])

@@ -1,0 +1,57 @@
+"""What OpenAI's chat completions and text completions have in common: streams of chunks, and a mark at the end. Independent of HTTP and
+workers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+
+from mmd_workers.gateway.answers.usage import Usage
+
+
+class ChunkedShape(ABC):
+    """Streams of chunks of OpenAI's completions. `usage`: whether the last chunk has the token counts."""
+
+    keeps_text = False
+    waiting = ": waiting\n\n"
+
+    def __init__(self, *, usage: bool) -> None:
+        self._usage = usage
+
+    def opening(self, _head: dict[str, Any], _usage: Usage) -> Iterable[str]:
+        """Nothing: the first chunk begins the stream."""
+        return ()
+
+    def ending(self, head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
+        """A chunk without choices where there is something to add, and the mark of the end."""
+        closing: dict[str, Any] = {}
+        if self._usage:
+            closing["usage"] = usage
+        if timings is not None:
+            closing["timings"] = timings
+        if closing:
+            yield self._closing(head, **closing)
+        yield "data: [DONE]\n\n"
+
+    @abstractmethod
+    def _closing(self, head: dict[str, Any], **more: Any) -> str:
+        """The last chunk, without choices."""
+
+
+def chunk_event(chunk: BaseModel) -> str:
+    """The server-sent event of a chunk, with the fields that were set."""
+    return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+
+
+def left_out(timings: dict[str, float] | None, token_ids: bool) -> dict[str, Any]:
+    """The fields of a completion that its request does not ask for, as pydantic's `exclude` takes them."""
+    fields: dict[str, Any] = {}
+    if timings is None:
+        fields["timings"] = True
+    if not token_ids:
+        fields["choices"] = {"__all__": {"token_ids"}}
+    return fields

@@ -1,0 +1,70 @@
+"""Token counts of a request, by what its prompt and its answers consist of. Independent of HTTP and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from mmd_workers.gateway.intake.omissions import omissions_of
+from mmd_workers.model.prompt import DegradedBy, PromptLayout
+
+
+class PromptTokensDetails(BaseModel):
+    """Where prompt tokens come from; the modalities add up to `prompt_tokens`.
+
+    `truncated_audio_seconds`: sound beyond the model's window, which it did not get; `omitted_video_frames`, `omitted_pixels`: frames, and pixels of
+    images and of the other frames, that it did not get although the request's choice comes to them; `replaced_media`: of which it got a text that
+    says they could not be read; `degraded_by`: why: `context`, `load`, `failure`.
+    """
+
+    cached_tokens: int = 0
+    text_tokens: int = 0
+    image_tokens: int = 0
+    video_tokens: int = 0
+    audio_tokens: int = 0
+    truncated_audio_seconds: float = 0.0
+    omitted_video_frames: int = 0
+    omitted_pixels: int = 0
+    replaced_media: int = 0
+    degraded_by: list[DegradedBy] = []
+
+
+class CompletionTokensDetails(BaseModel):
+    """What answers consist of. `reasoning_tokens`: before their content, markers included."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_of(
+    layouts: Sequence[PromptLayout], completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
+) -> Usage:
+    """Counts by modality; each prompt is counted once, whatever n."""
+    by_modality = {"image": 0, "video": 0, "audio": 0}
+    for medium in (medium for layout in layouts for medium in layout.media):
+        by_modality[medium.modality] += medium.num_tokens
+    prompt = sum(len(layout.token_ids) for layout in layouts)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached_tokens,
+            text_tokens=prompt - sum(by_modality.values()),
+            image_tokens=by_modality["image"],
+            video_tokens=by_modality["video"],
+            audio_tokens=by_modality["audio"],
+            **omissions_of(layouts),
+        ),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's chat completions: what clients get. Their requests, which the other APIs are translated to, are in `content`."""

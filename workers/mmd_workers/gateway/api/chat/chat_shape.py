@@ -1,0 +1,178 @@
+"""Answers to chat completions, in the shape of OpenAI's API: whole or in chunks. Independent of HTTP and workers."""
+
+from __future__ import annotations
+
+import io
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from mmd_workers.gateway.answers.answer_part import AnswerPart, FinishReason, ScoredToken
+from mmd_workers.gateway.answers.chunked_shape import ChunkedShape, chunk_event, left_out
+from mmd_workers.gateway.answers.usage import Usage
+from mmd_workers.gateway.api.chat.chat_response import (
+    AnsweredCall,
+    AnsweredFunction,
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    Delta,
+    FunctionDelta,
+    TokenLogprobs,
+    ToolCallDelta,
+    TopLogprob,
+)
+from mmd_workers.gateway.constraints.call_parser import CallPart
+from mmd_workers.gateway.constraints.detokenizer import REPLACEMENT
+
+
+class ChatShape(ChunkedShape):
+    """Chat completions."""
+
+    def __init__(self, *, logprobs: bool, token_ids: bool, usage: bool) -> None:
+        super().__init__(usage=usage)
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+
+    def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
+        """The event with this part of an answer."""
+        choice = chunk_choice(part, token_ids=self._token_ids)
+        return chunk_event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[choice]))
+
+    def _closing(self, head: dict[str, Any], **more: Any) -> str:
+        return chunk_event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[], **more))
+
+    def collector(self, index: int) -> CompleteChoice:
+        """Collects one of the answers."""
+        return CompleteChoice(index, logprobs=self._logprobs)
+
+    def body(
+        self,
+        head: dict[str, Any],
+        wholes: Sequence[CompleteChoice],
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> list[bytes]:
+        """JSON of all the answers, in pieces."""
+        completion = ChatCompletion(
+            **head,
+            choices=[whole.choice(token_ids=self._token_ids) for whole in wholes],
+            usage=usage,
+            timings=timings,
+        )
+        body = completion.model_dump_json(exclude=left_out(timings, self._token_ids)).encode()
+        return with_logprobs(body, wholes) if self._logprobs else [body]
+
+
+class CompleteChoice:
+    """One of the n answers as it is collected to be sent in one piece.
+
+    Its log probabilities are kept as the JSON that they become: as objects they take eight times as much, and to dump all of them at
+    the end would hold up every other request.
+    """
+
+    def __init__(self, index: int, *, logprobs: bool) -> None:
+        self._index = index
+        self._finish_reason: FinishReason = "stop"
+        self._logprobs = logprobs
+        self._text = io.StringIO()
+        self._thoughts = io.StringIO()
+        self._calls: list[tuple[str, str, io.StringIO]] = []  # id, name, arguments
+        self._token_ids = array("l")
+        self.entries: list[bytes] = []
+
+    def add(self, part: AnswerPart) -> None:
+        """Take the next part of the answer."""
+        self._text.write(part.content)
+        self._thoughts.write(part.reasoning)
+        for call in part.calls:
+            if call.id is not None:
+                self._calls.append((call.id, call.name or "", io.StringIO()))
+            self._calls[call.index][2].write(call.arguments)
+        self._token_ids.extend(part.token_ids)
+        self._finish_reason = part.finish_reason or self._finish_reason
+        if part.logprobs:
+            self.entries.append(b"," if self.entries else b"")
+            self.entries.append(
+                b",".join(entry.model_dump_json().encode() for entry in map(_token_logprobs, part.logprobs))
+            )
+
+    def choice(self, *, token_ids: bool) -> Choice:
+        """The complete answer, without its `entries`."""
+        calls = [
+            AnsweredCall(id=call_id, function=AnsweredFunction(name=name, arguments=arguments.getvalue()))
+            for call_id, name, arguments in self._calls
+        ]
+        content, thoughts = self._text.getvalue(), self._thoughts.getvalue()
+        message = AssistantMessage(
+            content=content or (None if calls or thoughts else ""),
+            reasoning_content=thoughts or None,
+            tool_calls=calls or None,
+        )
+        return Choice(
+            index=self._index,
+            message=message,
+            logprobs=ChoiceLogprobs(content=[]) if self._logprobs else None,
+            finish_reason=self._finish_reason,
+            token_ids=self._token_ids.tolist() if token_ids else None,
+        )
+
+
+_LOGPROBS_BEGIN = b'"logprobs":{"content":['
+"""No text of an answer looks like this in JSON: the quotes in a string are escaped."""
+
+
+def with_logprobs(body: bytes, choices: Sequence[CompleteChoice]) -> list[bytes]:
+    """The pieces of a dumped completion, with the choices' entries where it has empty lists."""
+    first, *rest = body.split(_LOGPROBS_BEGIN)
+    pieces = [first]
+    for choice, after in zip(choices, rest, strict=True):
+        pieces += [_LOGPROBS_BEGIN, *choice.entries, after]
+    return pieces
+
+
+def chunk_choice(part: AnswerPart, *, token_ids: bool) -> ChunkChoice:
+    """A part of an answer in a chunk. Fields that are not set are not sent."""
+    content, reasoning, calls = part.content, part.reasoning, part.calls
+    delta = Delta(content=content) if content or not (calls or reasoning) else Delta()
+    if part.begins:
+        delta.role = "assistant"
+    if reasoning:
+        delta.reasoning_content = reasoning
+    if calls:
+        delta.tool_calls = list(map(_call_delta, calls))
+    logprobs = (
+        None if part.logprobs is None else ChoiceLogprobs(content=list(map(_token_logprobs, part.logprobs)))
+    )
+    choice = ChunkChoice(index=part.index, delta=delta, logprobs=logprobs, finish_reason=part.finish_reason)
+    if token_ids:
+        choice.token_ids = list(part.token_ids)
+    return choice
+
+
+def _call_delta(part: CallPart) -> ToolCallDelta:
+    if part.id is None:
+        return ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.arguments))
+    function = FunctionDelta(name=part.name, arguments=part.arguments)
+    return ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
+
+
+def _token_logprobs(scored: ScoredToken) -> TokenLogprobs:
+    assert scored.logprob is not None  # only the first token of a prompt has none
+    return TokenLogprobs(
+        token=scored.text,
+        logprob=scored.logprob,
+        bytes=_utf8(scored.text),
+        top_logprobs=[
+            TopLogprob(token=token.text, logprob=token.logprob, bytes=_utf8(token.text))
+            for token in scored.likeliest
+        ],
+    )
+
+
+def _utf8(token: str) -> list[int] | None:
+    """A token's bytes; None where it is part of a character and its text cannot show them."""
+    return None if REPLACEMENT in token else list(token.encode())

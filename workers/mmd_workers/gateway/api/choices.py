@@ -1,0 +1,241 @@
+"""The answers to one request (one, or `n` for each prompt): placed, followed while they grow, and sent as a stream or in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mmd_workers.engine.memory.blocks import root_of
+from mmd_workers.features.references import media_spans
+from mmd_workers.gateway.answers.answer_part import AnswerPart
+from mmd_workers.gateway.answers.answer_shape import AnswerShape
+from mmd_workers.gateway.answers.choice_stream import ChoiceStream
+from mmd_workers.gateway.answers.exchange import Exchange
+from mmd_workers.gateway.answers.usage import Usage, usage_of
+from mmd_workers.gateway.api.accounting import count_tokens
+from mmd_workers.gateway.api.gateway import Gateway
+from mmd_workers.gateway.content.chat_request import GenerationRequest
+from mmd_workers.gateway.intake.fallback import Fallback
+from mmd_workers.gateway.intake.intake import MAX_SEED, Prepared
+from mmd_workers.gateway.intake.omissions import HEADERS, headers_of
+from mmd_workers.gateway.placement.admission import Admission, EndedAnswer
+from mmd_workers.gateway.placement.router import FeatureNeed, RouteRequest
+from mmd_workers.gateway.placement.sequence_state import SequenceSpec
+from mmd_workers.gateway.placement.timeline import sequence_id
+
+STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still gets its HTTP status
+KEEPALIVE_SECONDS = 10.0
+LATE_PHASES_SECONDS = 0.25
+
+
+class Choices:
+    """The choices of one request, those of each prompt one after another. The caller that opens them must `release` them, whatever
+    happens.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        exchange: Exchange,
+        request: GenerationRequest,
+        prompts: Sequence[Prepared],
+        shape: AnswerShape,
+        admission: Admission | None = None,
+    ) -> None:
+        """`admission`: for which they wait before they are placed."""
+        self._admission = admission
+        self._gateway = gateway
+        self._exchange = exchange
+        self._request = request
+        self._prompts = list(prompts)
+        self._shape = shape
+        self._news = asyncio.Event()
+        self._streams: list[ChoiceStream] = []
+
+    def open(self, index: int) -> None:
+        """Place the choice of this number; its answer differs from the others' to its prompt by its seed."""
+        gateway, request = self._gateway, self._request
+        prepared = self._prompts[index // (request.n or 1)]
+        spec, route = self._placeable(index)
+        fallback = prepared.fallback
+        fall_back = None if fallback is None else partial(self._fall_back, index, fallback)
+        timeline, sampling = self._exchange.timeline, spec.sampling
+        sequence = gateway.dispatcher.open(spec, route, timeline, self._news, self._admission, fall_back)
+        self._streams.append(
+            ChoiceStream(
+                index,
+                sequence,
+                gateway.frontend,
+                request.stops,
+                stop_token_ids=sampling.stop_token_ids,
+                min_tokens=sampling.min_tokens,
+                logprobs=request.num_logprobs is not None,
+                token_ids=bool(request.return_token_ids),
+                parser=None if prepared.new_parser is None else prepared.new_parser(),
+                reasoning=None if prepared.new_reasoning is None else prepared.new_reasoning(),
+            )
+        )
+
+    def _placeable(self, index: int) -> tuple[SequenceSpec, RouteRequest]:
+        """The choice of this number as its prompt is now, and what the router needs of it."""
+        gateway, exchange, request = self._gateway, self._exchange, self._request
+        prompt, number = divmod(index, request.n or 1)
+        prepared = self._prompts[prompt]
+        timeline = exchange.timeline
+        sampling = replace(prepared.sampling, seed=(prepared.sampling.seed + number) % MAX_SEED)
+        spec = SequenceSpec(
+            request_id=sequence_id(exchange.request_id, index),
+            token_ids=prepared.layout.token_ids,
+            features=prepared.features,
+            sampling=sampling,
+            arrived=timeline.arrived,
+            deadline=gateway.deadline(timeline.arrived, exchange.deadline),
+            trace=exchange.trace,
+            adapter=gateway.adapter_of(request.model),
+            cache_salt=gateway.cache_salt(request.cache_salt, exchange.tenant),
+            guidance=prepared.guidance,
+        )
+        root = root_of(spec.adapter, spec.cache_salt)
+        route = RouteRequest(
+            request_id=spec.request_id,
+            num_tokens=len(spec.token_ids),
+            max_tokens=sampling.max_tokens,
+            companion_tokens=prepared.companion_tokens,
+            features=tuple(
+                FeatureNeed(f.feature_id, f.modality, f.work, f.num_tokens, max(map(sum, f.ranges)))
+                for f in prepared.features
+            ),
+            encoders_first=index > 0,  # one prefill pod is enough to encode what all choices share
+            prefix=gateway.prefix_index.prefix_of(spec.token_ids, media_spans(spec.features), root),
+        )
+        return spec, route
+
+    async def _fall_back(
+        self, index: int, fallback: Fallback[Prepared], feature_id: str
+    ) -> tuple[SequenceSpec, RouteRequest] | None:
+        """The choice with a prompt that has less of this medium, which cannot be encoded. A stream that has begun without a word of it goes on
+        without that, and ends with the failure.
+        """
+        gateway, exchange, request = self._gateway, self._exchange, self._request
+        prepared = None if exchange.streaming else await fallback.without(feature_id)
+        outcome = "failed" if prepared is None else "placed"
+        gateway.metrics.fallbacks.labels(fallback.policy, outcome).inc()
+        if prepared is None:
+            return None
+        self._prompts[index // (request.n or 1)] = prepared
+        for name in HEADERS:
+            exchange.notes.pop(name, None)
+        exchange.notes |= headers_of([one.layout for one in self._prompts])
+        exchange.timeline.note_media(prepared.features, prepared.layout)
+        if self._admission is not None and exchange.tenant is not None:
+            gateway.resize_admission(self._admission, self._prompts, request.n or 1, exchange.tenant)
+        return self._placeable(index)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(choice.completion_tokens for choice in self._streams)
+
+    def answers(self) -> list[EndedAnswer]:
+        """What each choice has come to so far."""
+        return [
+            EndedAnswer(choice.completion_tokens, choice.finish_reason not in (None, "length"))
+            for choice in self._streams
+        ]
+
+    async def release(self) -> None:
+        """Free the sequences of all choices."""
+        for choice in self._streams:
+            await self._gateway.dispatcher.release(choice.sequence)
+
+    async def stream(self) -> None:
+        """Send the answers as server-sent events while they grow."""
+        exchange, shape = self._exchange, self._shape
+        head = self._head()
+        opened = False
+        async for ready in self._progress():
+            for event in () if opened else shape.opening(head, self._usage()):
+                await exchange.events(event)
+            opened = True
+            await exchange.events(*(shape.chunk(head, part) for part in ready) if ready else (shape.waiting,))
+        usage = await self._finish()
+        timings = exchange.timeline.timings() if self._wants_timings() else None
+        for event in shape.ending(head, usage, timings):
+            await exchange.events(event)
+        await exchange.send({"type": "http.response.body", "body": b""})
+
+    async def whole(self) -> None:
+        """Send the answers as one JSON object, once all of them are complete."""
+        exchange, shape = self._exchange, self._shape
+        wholes = [shape.collector(choice.index) for choice in self._streams]
+        async for ready in self._progress():
+            for part in ready:
+                wholes[part.index].add(part)
+        usage = await self._finish()
+        timings = exchange.timeline.timings() if self._wants_timings() else None
+        await exchange.reply_in_pieces(shape.body(self._head(), wholes, usage, timings))
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self._exchange.request_id, "created": int(time.time()), "model": self._request.model}
+
+    async def _progress(self) -> AsyncIterator[list[AnswerPart]]:
+        """What each wake-up brought, until every choice has finished; an empty list now and then when nothing comes."""
+        patience = STREAM_OPENS_AFTER_SECONDS
+        while True:
+            self._news.clear()
+            ready = [part for choice in self._streams if (part := choice.advance()) is not None]
+            for choice in self._streams:
+                if choice.finish_reason is not None:
+                    await self._gateway.dispatcher.release(choice.sequence)
+            if ready:
+                yield ready
+            if all(choice.finish_reason is not None for choice in self._streams):
+                return
+            open_choices = [choice for choice in self._streams if choice.finish_reason is None]
+            if ready or any(c.sequence.ended or c.sequence.state.pending_tokens for c in open_choices):
+                await asyncio.sleep(0)
+                continue
+            try:
+                async with asyncio.timeout(None if self._may_fall_back() else patience):
+                    await self._news.wait()
+            except TimeoutError:
+                patience = KEEPALIVE_SECONDS
+                yield []
+
+    def _may_fall_back(self) -> bool:
+        """Whether a medium may yet turn out to be one that cannot be encoded: a stream opens with what is known of it then."""
+        return any(
+            choice.sequence.fall_back is not None and not choice.sequence.state.num_tokens
+            for choice in self._streams
+        )
+
+    async def _finish(self) -> Usage:
+        """Counts, and the workers' last reports if the client asked for timings."""
+        timeline = self._exchange.timeline
+        if self._wants_timings():
+            until = time.monotonic() + LATE_PHASES_SECONDS
+            while time.monotonic() < until and not timeline.is_complete():
+                await asyncio.sleep(0.01)
+        timeline.finished = time.time()
+        timeline.finish_reasons = [choice.finish_reason or "" for choice in self._streams]
+        usage = self._usage()
+        timeline.usage = usage.model_dump()
+        count_tokens(self._gateway.metrics, timeline.usage)
+        return usage
+
+    def _usage(self) -> Usage:
+        """Counts so far."""
+        return usage_of(
+            [prepared.layout for prepared in self._prompts],
+            self.completion_tokens,
+            self._exchange.timeline.cached_tokens(range(0, len(self._streams), self._request.n or 1)),
+            sum(choice.reasoning_tokens for choice in self._streams),
+        )
+
+    def _wants_timings(self) -> bool:
+        header = self._exchange.headers.get("x-mmd-timings", "")
+        return bool(self._request.timings) or header.lower() == "true"

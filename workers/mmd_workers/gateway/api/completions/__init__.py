@@ -1,0 +1,1 @@
+"""OpenAI's text completions: what clients get. Knows no other API."""

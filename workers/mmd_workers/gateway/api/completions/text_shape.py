@@ -1,0 +1,139 @@
+"""Answers to text completions, in the shape of OpenAI's API: whole or in chunks. Independent of HTTP and workers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from mmd_workers.gateway.answers.answer_part import AnswerPart, FinishReason, ScoredToken
+from mmd_workers.gateway.answers.chunked_shape import ChunkedShape, chunk_event, left_out
+from mmd_workers.gateway.answers.usage import Usage
+from mmd_workers.gateway.api.completions.text_response import TextChoice, TextCompletion, TextLogprobs
+
+_NO_CHOICES = b'"choices":[]'
+
+
+class TextShape(ChunkedShape):
+    """Text completions. `echo`: the prompt of each answer, which its text begins with."""
+
+    def __init__(
+        self, *, logprobs: int | None, token_ids: bool, usage: bool, echo: Sequence[str] = ()
+    ) -> None:
+        super().__init__(usage=usage)
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._echo = dict(enumerate(echo))  # of the answers that have not begun
+        self._offsets: dict[int, int] = {}
+
+    def part(self, part: AnswerPart) -> TextChoice:
+        """What this part of an answer is here."""
+        choice = TextChoice(
+            index=part.index,
+            text=self._echo.pop(part.index, "") + part.content,
+            logprobs=None if part.logprobs is None else self._entries(part),
+            finish_reason=part.finish_reason,
+        )
+        if self._token_ids:
+            choice.token_ids = list(part.token_ids)
+        return choice
+
+    def _entries(self, part: AnswerPart) -> TextLogprobs:
+        """Of tokens with the same text the likeliest one is shown; the chosen one comes first."""
+        assert part.logprobs is not None
+        columns = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if not self._logprobs:
+            columns.top_logprobs = None
+        for scored in (*part.prompt_logprobs, *part.logprobs):
+            offset = self._offsets.get(part.index, 0)
+            self._offsets[part.index] = offset + len(scored.text)
+            columns.tokens.append(scored.text)
+            columns.token_logprobs.append(scored.logprob)
+            columns.text_offset.append(offset)
+            if columns.top_logprobs is not None:
+                columns.top_logprobs.append(_likeliest(scored))
+        return columns
+
+    def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
+        """The event with this part of an answer."""
+        return chunk_event(TextCompletion(object="text_completion", **head, choices=[self.part(part)]))
+
+    def _closing(self, head: dict[str, Any], **more: Any) -> str:
+        return chunk_event(TextCompletion(object="text_completion", **head, choices=[], **more))
+
+    def collector(self, index: int) -> _TextCollector:
+        """Collects one of the answers."""
+        return _TextCollector(self, index)
+
+    def body(
+        self,
+        head: dict[str, Any],
+        wholes: Sequence[_TextCollector],
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> list[bytes]:
+        """JSON of all the answers, in pieces."""
+        completion = TextCompletion(**head, choices=[], usage=usage, timings=timings)
+        body = completion.model_dump_json(exclude=left_out(timings, token_ids=True)).encode()
+        before, after = body.split(_NO_CHOICES)
+        pieces = [before, b'"choices":[']
+        for number, whole in enumerate(wholes):
+            pieces += [b"," if number else b"", *whole.pieces(token_ids=self._token_ids)]
+        return [*pieces, b"]", after]
+
+
+class _TextCollector:
+    """One answer. Its log probabilities are kept as the JSON that they become, see `CompleteChoice`."""
+
+    def __init__(self, shape: TextShape, index: int) -> None:
+        self._shape = shape
+        self._index = index
+        self._text: list[str] = []
+        self._token_ids = array("l")
+        self._finish_reason: FinishReason | None = None
+        self._lists: dict[str, list[bytes] | None] = {}
+
+    def add(self, part: AnswerPart) -> None:
+        """Take the next part of the answer."""
+        choice = self._shape.part(part)
+        self._text.append(choice.text)
+        self._token_ids.extend(choice.token_ids or ())
+        self._finish_reason = choice.finish_reason or self._finish_reason
+        if choice.logprobs is not None:
+            for name in TextLogprobs.model_fields:
+                items = getattr(choice.logprobs, name)
+                if items is None:
+                    self._lists[name] = None
+                elif items:
+                    column = self._lists.setdefault(name, [])
+                    assert column is not None
+                    column += [b"," if column else b"", to_json(items, inf_nan_mode="null")[1:-1]]
+                else:
+                    self._lists.setdefault(name, [])
+
+    def pieces(self, *, token_ids: bool) -> list[bytes]:
+        """Its JSON."""
+        choice = TextChoice(index=self._index, text="".join(self._text), finish_reason=self._finish_reason)
+        if token_ids:
+            choice.token_ids = self._token_ids.tolist()
+        exclude = {"logprobs"} if token_ids else {"logprobs", "token_ids"}
+        begin = choice.model_dump_json(exclude=exclude)[:-1].encode()
+        if not self._lists:
+            return [begin, b',"logprobs":null}']
+        pieces = [begin, b',"logprobs":{']
+        for number, (name, items) in enumerate(self._lists.items()):
+            pieces.append(f'{"," if number else ""}"{name}":'.encode())
+            pieces += [b"null"] if items is None else [b"[", *items, b"]"]
+        return [*pieces, b"}}"]
+
+
+def _likeliest(scored: ScoredToken) -> dict[str, float] | None:
+    """Log probabilities by text, the chosen token's first; None for the first token of a prompt."""
+    if scored.logprob is None:
+        return None
+    by_text = {scored.text: scored.logprob}
+    for token in scored.likeliest:
+        by_text[token.text] = max(token.logprob, by_text.get(token.text, token.logprob))
+    return by_text

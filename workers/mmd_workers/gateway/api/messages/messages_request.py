@@ -1,0 +1,507 @@
+"""What clients send to /v1/messages: Anthropic's messages as pydantic models, and the chats that they become. Independent of the network
+and the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from mmd_workers.gateway.basics.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.content.chat_request import (
+    MaxTokens,
+    ModelName,
+    ReasoningEffort,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
+from mmd_workers.gateway.content.conversation import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    OF_CONTENT,
+    CallName,
+    ToolCall,
+    content_kind,
+)
+from mmd_workers.gateway.content.parts import FileId, MediaSource, TextPart, Url, type_of
+from mmd_workers.gateway.content.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
+from mmd_workers.gateway.content.tools import MAX_TOOLS, Description, FunctionName, Parameters
+from mmd_workers.gateway.content.translation import (
+    FieldNames,
+    FieldPlace,
+    TranslatedRequest,
+    Translation,
+    call_of,
+    check_number_of_calls,
+    consumed,
+    entries_of,
+    fault,
+    message_of,
+    named_tool,
+    refuse_types,
+    result_of,
+    tool_of,
+)
+
+MAX_STOP_SEQUENCES = 4
+
+
+class CacheControl(Strict):
+    """A mark that a prefix is to be cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+CacheMark = Annotated[CacheControl | None, Ignored("prefixes of prompts are cached without it")]
+
+
+class TextBlock(TextPart):
+    """Text."""
+
+    type: Literal["text"]
+    cache_control: CacheMark = None
+    citations: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+
+
+class Base64Source(Strict):
+    """An image in the request itself."""
+
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(pattern=r"^image/[a-z0-9.+-]{1,32}$")]
+    data: Annotated[str, Field(min_length=1)]
+
+    @property
+    def as_url(self) -> str:
+        """The bytes as a data URL."""
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(Strict):
+    """An image or a PDF elsewhere, or a data URL."""
+
+    type: Literal["url"]
+    url: Url
+
+    @property
+    def as_url(self) -> str:
+        """The URL."""
+        return self.url
+
+
+class FileSource(Strict):
+    """An uploaded file."""
+
+    type: Literal["file"]
+    file_id: FileId
+
+
+class ImageBlock(Strict):
+    """An image."""
+
+    type: Literal["image"]
+    image: Annotated[
+        Annotated[Base64Source, Tag("base64")]
+        | Annotated[UrlSource, Tag("url")]
+        | Annotated[FileSource, Tag("file")],
+        Discriminator(type_of),
+    ] = Field(alias="source")
+    cache_control: CacheMark = None
+
+    def source(self, param: str) -> MediaSource:
+        """The image."""
+        return _source("image", param, self.image)
+
+
+class PdfSource(Base64Source):
+    """A PDF in the request itself."""
+
+    media_type: Literal["application/pdf"]
+
+
+class Citations(Strict):
+    """Whether the answer cites the document."""
+
+    enabled: Literal[False] | None = None
+
+
+class DocumentBlock(Strict):
+    """A PDF, of which each page becomes an image."""
+
+    type: Literal["document"]
+    document: Annotated[
+        Annotated[PdfSource, Tag("base64")]
+        | Annotated[UrlSource, Tag("url")]
+        | Annotated[FileSource, Tag("file")],
+        Discriminator(type_of),
+    ] = Field(alias="source")
+    title: Annotated[str | None, Field(max_length=1024), Ignored("the model sees the pages alone")] = None
+    context: Annotated[str | None, DISCARD, Ignored("the model sees the pages alone")] = None
+    citations: Citations | None = None
+    cache_control: CacheMark = None
+
+    def source(self, param: str) -> MediaSource:
+        """The document."""
+        return _source("document", param, self.document)
+
+
+def _source(
+    kind: Literal["image", "document"], param: str, given: Base64Source | UrlSource | FileSource
+) -> MediaSource:
+    if isinstance(given, FileSource):
+        return MediaSource(kind, f"{param}.source.file_id", file_id=given.file_id)
+    return MediaSource(kind, f"{param}.source", given.as_url)
+
+
+def _arguments(value: dict[str, Any]) -> str:
+    """The arguments of a call as JSON."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise PydanticCustomError("not_finite", "has a number that no float is; use a smaller one") from error
+
+
+class ToolUseBlock(Strict):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: CallName
+    name: CallName
+    input: Annotated[dict[str, Any], AfterValidator(_arguments)]
+    cache_control: CacheMark = None
+    caller: Annotated[dict[str, Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+    toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
+
+
+class ToolResultBlock(Strict):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallName
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+            OF_CONTENT,
+        ]
+        | None
+    ) = None
+    is_error: Annotated[bool | None, Ignored("the model reads it in the content")] = None
+    cache_control: CacheMark = None
+    toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
+
+
+class ThinkingBlock(Strict):
+    """Reasoning before an answer that is sent back as it came."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[str | None, DISCARD, Ignored("reasoning is not signed here")] = None
+
+
+class RedactedThinkingBlock(Strict):
+    """Reasoning that another server has encrypted."""
+
+    type: Literal["redacted_thinking"]
+    data: Annotated[str, DISCARD, Ignored("it cannot be read here, and is left out")]
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Discriminator(type_of),
+]
+_BLOCKS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
+
+
+class AnthropicTurn(Strict):
+    """What one side said."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[Block], _BLOCKS, Tag("parts")],
+        OF_CONTENT,
+    ]
+
+
+class ClientTool(Strict):
+    """What the model may call, and the client runs. `strict`: its calls match the schema."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Description | None = None
+    input_schema: Parameters
+    strict: bool | None = None
+    cache_control: CacheMark = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: Annotated[bool | None, Ignored("inputs are streamed as they are generated")] = None
+
+
+class ClientToolChoice(Strict):
+    """Which tools the answer may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ClientToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("tool_name", "type tool requires name, and no other type has it")
+        return self
+
+
+class OutputFormat(Strict):
+    """The schema that the answer matches."""
+
+    type: Literal["json_schema"]
+    source: JsonSource = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """The form of the answer."""
+
+    format: OutputFormat | None = None
+    effort: Annotated[
+        Literal["low", "medium", "high", "xhigh", "max"] | None,
+        Ignored("a hint: the model reasons as it was trained to"),
+    ] = None
+
+
+class Thinking(Strict):
+    """Whether the model reasons before it answers, where its template has a switch for it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None, Ignored("the model reasons as long as it was trained to")
+    ] = None
+    display: Annotated[
+        Literal["summarized", "omitted"] | None, Ignored("the reasoning is shown as it is")
+    ] = None
+
+
+class Metadata(Strict):
+    """About the request."""
+
+    user_id: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class CountTokensRequest(Strict):
+    """Body of POST /v1/messages/count_tokens: a prompt."""
+
+    model: ModelName
+    messages: Annotated[list[AnthropicTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: (
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[list[TextBlock], _BLOCKS, Tag("parts")],
+            Discriminator(
+                content_kind,
+                custom_error_type="content_type",
+                custom_error_message="system must be a string or a list of blocks of text",
+            ),
+        ]
+        | None
+    ) = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheMark = None
+    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ClientToolChoice | None = None
+    thinking: Thinking | None = None
+
+    def as_chat(self) -> TranslatedRequest:
+        """The same prompt as a chat, which its messages are moved to.
+
+        Raises:
+            ApiError: a block is where it cannot be, or fields contradict each other.
+        """
+        chat = Translation()
+        if self.system is not None:
+            chat.add(message_of("system", self.system), FieldPlace("system"))
+        for number, turn in enumerate(consumed(self.messages)):
+            where = f"messages.{number}.content"
+            if isinstance(turn.content, str):
+                chat.add(message_of(turn.role, turn.content), FieldPlace(where))
+            else:
+                _add_blocks(chat, turn.role, turn.content, where)
+        choice: Any = None
+        if (asked := self.tool_choice) is not None:
+            words = {"auto": "auto", "any": "required", "none": "none"}
+            choice = words[asked.type] if asked.name is None else named_tool(asked.name)
+            if asked.type == "any" and not self.tools:
+                raise fault("tool_choice", "any needs tools; send some")
+        form = self.output_config.format if self.output_config is not None else None
+        fields = {
+            "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+            "parameters": "input_schema",
+            "response_format.json_schema.schema": "output_config.format.schema",
+            "response_format": "output_config.format",
+        }
+        request = TranslatedRequest.model_construct(
+            model=self.model,
+            messages=chat.messages,
+            tools=[
+                tool_of(tool.name, tool.description, tool.input_schema, tool.strict)
+                for tool in self.tools or ()
+            ],
+            tool_choice=choice,
+            parallel_tool_calls=asked is None or not asked.disable_parallel_tool_use,
+            reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
+            must_reason=self.thinking is not None and self.thinking.type == "enabled",
+            response_format=None if form is None else _response_format(form),
+            names=FieldNames(chat.places, fields, dotted=True),
+        )
+        with request.names.in_faults():
+            _ = request.tool_use
+        return request
+
+
+_EFFORTS: dict[str, ReasoningEffort | None] = {"enabled": "medium", "disabled": "none", "adaptive": None}
+"""Of a chat, by the type of `thinking`."""
+
+
+def _add_blocks(
+    chat: Translation, role: Literal["user", "assistant", "system"], blocks: list[Any], where: str
+) -> None:
+    """Add the messages that the blocks of one become: results each its own, then the others."""
+    content: list[Any] = []
+    parts: list[int] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    fields: list[str] = []
+    for number, block in enumerate(blocks):
+        param = f"{where}.{number}"
+        if isinstance(block, ToolResultBlock):
+            if role != "user":
+                raise fault(param, "the result of a tool belongs to a message of the user; send it there")
+            if content:
+                raise fault(param, "results of tools come first in a message; put other blocks after them")
+            result = result_of(block.tool_use_id, block.content)
+            chat.add(result, FieldPlace(f"{param}.content", result=f"{param}.tool_use_id"))
+        elif isinstance(block, ThinkingBlock | RedactedThinkingBlock):
+            if role != "assistant":
+                raise fault(param, "thinking belongs to a message of the assistant; send it there")
+            thoughts += [block.thinking] if isinstance(block, ThinkingBlock) else []
+        elif isinstance(block, ToolUseBlock):
+            if role != "assistant":
+                raise fault(param, "the use of a tool belongs to a message of the assistant; send it there")
+            arguments: Any = block.input  # JSON since it was validated
+            calls.append(call_of(block.id, block.name, arguments))
+            fields.append(f"{param}.input")
+            check_number_of_calls(calls, param)
+        else:
+            content.append(block)
+            parts.append(number)
+    if not content and not calls and not thoughts:
+        return
+    message = message_of(role, content or None)
+    if thoughts:
+        assert message.role == "assistant"
+        message.reasoning_content = "".join(thoughts)
+    if calls:
+        assert message.role == "assistant"
+        message.tool_calls = calls
+    whole = len(parts) == len(blocks)
+    chat.add(message, FieldPlace(where, None if whole else parts, fields))
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: MaxTokens
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES, fail_fast=True)] | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    metadata: Annotated[Metadata | None, Ignored("it has no effect")] = None
+    service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier")] = None
+
+
+NOT_SERVED: NotServed = {
+    "container": ((), "omit it"),
+    "context_management": ((), "send the messages that the model is to read; omit it"),
+    "mcp_servers": (([],), "omit it"),
+}
+
+TAGS = frozenset(
+    {
+        "parts",
+        "text",
+        "thinking",
+        "redacted_thinking",
+        "image",
+        "document",
+        "tool_use",
+        "tool_result",
+        "base64",
+        "url",
+        "file",
+    }
+)
+_INDEX = ".{}"  # as Anthropic's API spells a place in a list
+
+
+def parse_messages_request(value: object) -> TranslatedRequest:
+    """Validate a decoded JSON body.
+
+    Raises:
+        InvalidTypeError: the body is no object.
+        ApiError: 400, naming the first field at fault and what would be right.
+    """
+    _refuse_other_types(value)
+    request = validated(MessagesRequest, value, NOT_SERVED, TAGS, _INDEX)
+    last = len(request.messages) - 1
+    if request.messages[last].role == "assistant":
+        raise fault(
+            f"messages.{last}",
+            "the answer cannot go on in a message of the assistant; end with one of the user",
+        )
+    chat = request.as_chat()
+    chat.max_tokens = request.max_tokens
+    chat.stop = request.stop_sequences
+    chat.stream = request.stream
+    chat.temperature = request.temperature
+    chat.top_p = request.top_p
+    chat.top_k = request.top_k
+    return chat
+
+
+def parse_count_tokens_request(value: object) -> TranslatedRequest:
+    """Validate a decoded JSON body; for what it raises see `parse_messages_request`."""
+    _refuse_other_types(value)
+    return validated(CountTokensRequest, value, NOT_SERVED, TAGS, _INDEX).as_chat()
+
+
+def _response_format(form: OutputFormat) -> ResponseFormat:
+    schema = JsonSchemaFormat.model_construct(name="answer", source=form.source)
+    return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+
+
+def _refuse_other_types(value: object) -> None:
+    """Refuse tools that Anthropic's servers run, and results with other things than text."""
+    refuse_types(
+        entries_of(value, "tools", "tools.{}"),
+        ("custom",),
+        "this server runs no tools; send tools with name and input_schema, and run them in the client",
+    )
+    for param, block in _blocks(value):
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            remedy = "results of tools are text; send other content in blocks after the results"
+            refuse_types(entries_of(block, "content", param + ".content.{}"), ("text",), remedy)
+
+
+def _blocks(value: object) -> Iterator[tuple[str, object]]:
+    """Every block of a body that may be anything, with its field."""
+    for param, turn in entries_of(value, "messages", "messages.{}"):
+        yield from entries_of(turn, "content", param + ".content.{}")

@@ -1,0 +1,193 @@
+"""Answers and errors of /v1/messages, in the shape of Anthropic's API. Independent of HTTP and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic_core import from_json
+
+from mmd_workers.gateway.answers.answer_part import Piece
+from mmd_workers.gateway.answers.block_shape import AnswerBlock, OneAnswer, WholeAnswer, named_event
+from mmd_workers.gateway.answers.usage import Usage
+from mmd_workers.gateway.basics.api_errors import ApiError, ErrorShape
+from mmd_workers.gateway.constraints.reasoning_parser import ReasoningPart
+
+PATH = "/v1/messages"
+OVERLOADED_STATUS = 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesErrors(ErrorShape):
+    """Errors as Anthropic's clients know them."""
+
+    def status(self, error: ApiError) -> int:
+        """The HTTP status; Anthropic's API has one of its own for overload."""
+        return OVERLOADED_STATUS if error.status == 503 else error.status
+
+    def body(self, error: ApiError, request_id: str) -> dict[str, Any]:
+        """The JSON body."""
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        fault: dict[str, Any] = {"type": kind, "message": error.message}
+        if error.retry_after is not None:
+            fault["retry_after_seconds"] = error.retry_after
+        return {"type": "error", "error": fault, "request_id": request_id or None}
+
+    def events(self, error: ApiError, request_id: str, _number: int) -> Iterable[str]:
+        """The last event of a stream that has begun."""
+        return (named_event(self.body(error, request_id)),)
+
+
+def errors_at(path: str) -> ErrorShape:
+    """How clients of a path get errors, whether it is served or not."""
+    return MessagesErrors() if path == PATH or path.startswith(f"{PATH}/") else ErrorShape()
+
+
+class MessagesShape(OneAnswer):
+    """Messages. `fills_context`: an answer that is cut has filled the model's context, and not come to the `max_tokens` of its request."""
+
+    keeps_text = False
+    waiting = 'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, *, fills_context: bool) -> None:
+        super().__init__()
+        self._cut = "model_context_window_exceeded" if fills_context else "max_tokens"
+        self._begun = 0  # blocks of a stream
+        self._last: type[Piece] | None = None  # kind of piece
+
+    def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
+        """The message without content."""
+        yield named_event(
+            {"type": "message_start", "message": self._message(head, [], self._streamed, usage, None)}
+        )
+
+    def _piece(self, piece: Piece) -> Iterator[str]:
+        before, self._last = self._last, type(piece)
+        if isinstance(piece, str):
+            if before is not str:
+                yield from self._begin(_text_block(""))
+            text, delta = piece, {"type": "text_delta", "text": piece}
+        elif isinstance(piece, ReasoningPart):
+            if before is not ReasoningPart:
+                yield from self._begin(_thinking_block(""))
+            text, delta = piece.text, {"type": "thinking_delta", "thinking": piece.text}
+        else:
+            if piece.id is not None:
+                yield from self._begin(_tool_use(piece.id, piece.name, {}))
+            text, delta = piece.arguments, {"type": "input_json_delta", "partial_json": piece.arguments}
+        if text:
+            yield named_event({"type": "content_block_delta", "index": self._begun - 1, "delta": delta})
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[str]:
+        """The end of the block before this one, and its beginning."""
+        if self._begun:
+            yield self._block_stop()
+        yield named_event({"type": "content_block_start", "index": self._begun, "content_block": block})
+        self._begun += 1
+
+    def _block_stop(self) -> str:
+        return named_event({"type": "content_block_stop", "index": self._begun - 1})
+
+    def ending(self, _head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
+        """The end of the last block, why the message ended, and its end."""
+        if not self._begun:
+            yield from self._begin(_text_block(""))
+        yield self._block_stop()
+        reason, stop = self._stop_reason(self._streamed)
+        changed = {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": stop},
+            "usage": _usage(usage),
+        }
+        yield named_event(changed if timings is None else {**changed, "timings": timings})
+        yield named_event({"type": "message_stop"})
+
+    def _whole(
+        self, head: dict[str, Any], whole: WholeAnswer, usage: Usage, timings: dict[str, float] | None
+    ) -> dict[str, Any]:
+        return self._message(head, list(map(_content, whole.shown)), whole, usage, timings)
+
+    def _message(
+        self,
+        head: dict[str, Any],
+        content: list[dict[str, Any]],
+        whole: WholeAnswer,
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> dict[str, Any]:
+        reason, stop = self._stop_reason(whole)
+        message = {
+            "id": head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": head["model"],
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": _usage(usage),
+        }
+        return message if timings is None else {**message, "timings": timings}
+
+    def _stop_reason(self, whole: WholeAnswer) -> tuple[str | None, str | None]:
+        """`stop_reason` and `stop_sequence`."""
+        if whole.finish_reason == "length":
+            return self._cut, None
+        if whole.finish_reason == "tool_calls":
+            return "tool_use", None
+        if whole.stop is not None:
+            return "stop_sequence", whole.stop
+        return ("end_turn" if whole.finish_reason else None), None
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _thinking_block(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _tool_use(call_id: str, name: str | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _content(block: AnswerBlock) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return _thinking_block(block.text)
+    if block.call_id is None:
+        return _text_block(block.text)
+    return _tool_use(block.call_id, block.name, _input(block.text))
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call. Of those that are cut off it has what is complete, as the client's own accumulation of a stream has; text
+    that is no JSON is the value of a key, under which it may also be sent back to Anthropic's models."""
+    try:
+        found = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic's `input_tokens` are those that were in no cache."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {
+            "thinking_tokens": usage.completion_tokens_details.reasoning_tokens,
+        },
+    }

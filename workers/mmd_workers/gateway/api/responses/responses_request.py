@@ -1,0 +1,506 @@
+"""What clients send to /v1/responses: OpenAI's responses as pydantic models, and the chats that they become. Independent of the network
+and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from mmd_api.contract.errors import InvalidValueError
+from mmd_workers.gateway.basics.api_errors import ApiError
+from mmd_workers.gateway.basics.strict import (
+    DISCARD,
+    MAX_NAME_CHARACTERS,
+    Ignored,
+    NotServed,
+    Strict,
+    validated,
+)
+from mmd_workers.gateway.content.chat_request import (
+    CacheSalt,
+    MaxTokens,
+    ModelName,
+    ReasoningEffort,
+    Temperature,
+    TopP,
+)
+from mmd_workers.gateway.content.conversation import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    OF_CONTENT,
+    AnswerMessage,
+    CallName,
+    ResultContent,
+    ToolCall,
+    content_kind,
+)
+from mmd_workers.gateway.content.parts import ANSWER_PART_TYPES, AnyPart, ProcessorKwargs, TextPart, type_of
+from mmd_workers.gateway.content.response_format import (
+    JsonSchemaFormat,
+    JsonSource,
+    ResponseFormat,
+    SchemaName,
+)
+from mmd_workers.gateway.content.tools import (
+    BY_CHOICE_KIND,
+    CHOICE_TAGS,
+    MAX_TOOLS,
+    AllowedToolChoice,
+    AllowedTools,
+    Description,
+    FunctionName,
+    FunctionTool,
+    Parameters,
+)
+from mmd_workers.gateway.content.translation import (
+    FieldNames,
+    FieldPlace,
+    TranslatedRequest,
+    Translation,
+    call_of,
+    check_number_of_calls,
+    consumed,
+    entries_of,
+    message_of,
+    named_tool,
+    refuse_types,
+    result_of,
+    tool_of,
+)
+
+MAX_METADATA = 16
+MAX_KEY_CHARACTERS = 64
+MAX_VALUE_CHARACTERS = 512
+
+_NO_EFFECT = Ignored("it has no effect")
+
+
+class OutputTextPart(TextPart):
+    """Text of an answer that is sent back."""
+
+    type: Literal["output_text"]  # type: ignore[assignment]  # no other type of text
+    annotations: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+    logprobs: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+
+
+ItemPart = Annotated[AnyPart | Annotated[OutputTextPart, Tag("output_text")], Discriminator(type_of)]
+_PARTS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
+
+
+Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, _NO_EFFECT]
+ItemId = Annotated[str | None, Field(max_length=256), Ignored("nothing is stored under it")]
+
+
+class InputMessage(Strict):
+    """What one side said, or an answer that is sent back as it came."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[ItemPart], _PARTS, Tag("parts")], OF_CONTENT
+    ]
+    id: ItemId = None
+    status: Status = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, _NO_EFFECT] = None
+
+
+_ABOUT = Ignored("about the call, and no part of it")
+
+
+class FunctionCall(Strict):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: CallName
+    name: CallName
+    arguments: str
+    id: ItemId = None
+    status: Status = None
+    caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
+    namespace: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+    parsed_arguments: Annotated[
+        Any | None, DISCARD, Ignored("what OpenAI's client makes of the arguments")
+    ] = None
+
+
+class FunctionCallOutput(Strict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: CallName
+    output: ResultContent
+    id: ItemId = None
+    status: Status = None
+    caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
+    name: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+    namespace: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+
+
+def _item_kind(value: object) -> str | None:
+    """The item's type; a message may have none."""
+    return (type_of(value) or "message") if isinstance(value, dict) else "message"
+
+
+class ReasoningTextPart(Strict):
+    """Reasoning of the model."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    """The reasoning before an answer that is sent back as it came."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningTextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    summary: Annotated[list[Any] | None, DISCARD, Ignored("the reasoning itself is in content")] = None
+    encrypted_content: Annotated[str | None, DISCARD, Ignored("nothing is encrypted here")] = None
+    id: ItemId = None
+    status: Status = None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_item_kind),
+]
+ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+
+
+class ClientFunction(Strict):
+    """What the model may call, and the client runs. `strict`: its calls match the schema."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Description | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class NamedFunctionChoice(Strict):
+    """One of the tools."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedFunctions(Strict):
+    """Some of the tools, of which one may or must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class TextFormat(Strict):
+    """Text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: SchemaName | None = None
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    source: JsonSource | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.source is not None and self.name is not None):
+            raise PydanticCustomError(
+                "no_schema", "type json_schema requires name and schema, and no other type has them"
+            )
+        return self
+
+    def as_response_format(self) -> ResponseFormat:
+        """The same as a chat has it."""
+        if self.source is None:
+            return ResponseFormat.model_construct(type=self.type)
+        schema = JsonSchemaFormat.model_construct(name=self.name or "", source=self.source)
+        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+
+
+class TextConfig(Strict):
+    """The form of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Ignored("a hint: request the length in the prompt")
+    ] = None
+
+
+class ResponseStreamOptions(Strict):
+    """Options of a stream."""
+
+    include_obfuscation: Annotated[bool | None, Ignored("events are never padded")] = None
+
+
+_SHOWN_AS_IS = Ignored("the reasoning itself is in the output")
+
+
+class ReasoningConfig(Strict):
+    """Whether the model reasons before it answers."""
+
+    effort: ReasoningEffort | None = None
+    summary: Annotated[Literal["auto", "concise", "detailed"] | None, _SHOWN_AS_IS] = None
+    generate_summary: Annotated[Literal["auto", "concise", "detailed"] | None, _SHOWN_AS_IS] = None
+    context: Annotated[
+        Literal["auto", "current_turn", "all_turns"] | None,
+        Ignored("the model's chat template decides which reasoning it reads"),
+    ] = None
+    mode: Annotated[Literal["standard", "pro"] | None, Ignored("it has no effect")] = None
+
+
+def _metadata(value: object) -> object:
+    """Keys and values; the first fault alone, since pydantic would make an error of each."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_METADATA:
+        raise PydanticCustomError("metadata", f"has {len(value)} keys; use at most {MAX_METADATA}")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise PydanticCustomError(
+                "metadata_type", f"the value of {key[:MAX_NAME_CHARACTERS]!r} must be a string"
+            )
+        if len(key) > MAX_KEY_CHARACTERS or len(text) > MAX_VALUE_CHARACTERS:
+            raise PydanticCustomError(
+                "metadata",
+                f"{key[:MAX_NAME_CHARACTERS]!r} or its value is too long; use at most {MAX_KEY_CHARACTERS} and {MAX_VALUE_CHARACTERS} characters",
+            )
+    return value
+
+
+class ResponsesRequest(Strict):
+    """Body of POST /v1/responses."""
+
+    model: ModelName
+    input: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[
+            list[InputItem],
+            Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+            Tag("parts"),
+        ],
+        Discriminator(
+            content_kind,
+            custom_error_type="input_type",
+            custom_error_message="input must be a string or a list of items",
+        ),
+    ]
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    text: TextConfig | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] | None = None
+    tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("word")]
+            | Annotated[NamedFunctionChoice, Tag("named")]
+            | Annotated[AllowedFunctions, Tag("allowed")],
+            BY_CHOICE_KIND,
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    cache_salt: CacheSalt | None = None
+    prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
+    reasoning: ReasoningConfig | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    safety_identifier: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Ignored("there is one tier")] = None
+    user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
+
+    def as_chat(self) -> TranslatedRequest:
+        """The same request as a chat, which its items are moved to.
+
+        Raises:
+            ApiError: fields contradict each other.
+        """
+        chat = Translation()
+        if self.instructions is not None:
+            chat.add(message_of("system", self.instructions), FieldPlace("instructions"))
+        if isinstance(self.input, str):
+            chat.add(message_of("user", self.input), FieldPlace("input"))
+        else:
+            _add_items(chat, self.input)
+        fields = {
+            "max_tokens": "max_output_tokens",
+            "messages": "input",
+            "response_format": "text.format",
+            "response_format.json_schema.schema": "text.format.schema",
+        }
+        form = self.text.format if self.text is not None else None
+        request = TranslatedRequest.model_construct(
+            model=self.model,
+            cache_salt=self.cache_salt,
+            messages=chat.messages,
+            max_tokens=self.max_output_tokens,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tools=[
+                tool_of(tool.name, tool.description, tool.parameters, tool.strict)
+                for tool in self.tools or ()
+            ],
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            mm_processor_kwargs=self.mm_processor_kwargs,
+            response_format=None if form is None else form.as_response_format(),
+            names=FieldNames(chat.places, fields),
+        )
+        with request.names.in_faults():
+            _ = request.tool_use
+        return request
+
+
+def _add_items(chat: Translation, items: list[Any]) -> None:
+    """Add the messages that items become: calls belong to the message of the assistant before them, or to one without content, and reasoning,
+    of one item or several in a row, to what follows it."""
+    answer: AnswerMessage | None = None  # which the next call belongs to
+    calls: list[ToolCall] = []
+    fields: list[str] = []
+    thoughts: list[str] = []  # that no message has yet
+
+    def reason(param: str) -> None:
+        nonlocal answer, calls, fields, thoughts
+        if thoughts:
+            answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
+            answer.reasoning_content = "\n\n".join(thoughts)
+            thoughts = []
+            chat.add(answer, FieldPlace(param, calls=fields))
+
+    param = "input"
+    for number, item in enumerate(consumed(items)):
+        if not isinstance(item, ReasoningItem):
+            reason(param)
+        param = f"input[{number}]"
+        if isinstance(item, FunctionCall):
+            if answer is None:
+                answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
+                chat.add(answer, FieldPlace(param, calls=fields))
+            calls.append(call_of(item.call_id, item.name, item.arguments))
+            fields.append(f"{param}.arguments")
+            check_number_of_calls(calls, param)
+            answer.tool_calls = calls
+        elif isinstance(item, ReasoningItem):
+            text = "".join(part.text for part in item.content or ())
+            thoughts += [text] if text else []
+        elif isinstance(item, FunctionCallOutput):
+            answer = None
+            chat.add(
+                result_of(item.call_id, item.output), FieldPlace(f"{param}.output", result=f"{param}.call_id")
+            )
+        else:
+            before, answer, calls, fields = answer, None, [], []
+            message = message_of(item.role, item.content)
+            place = FieldPlace(f"{param}.content", calls=fields)
+            if isinstance(message, AnswerMessage):
+                answer = message
+                if before is not None and before.content is None and not before.tool_calls:
+                    message.reasoning_content = before.reasoning_content
+                    chat.messages[-1], chat.places[-1] = message, place
+                    continue
+            chat.add(message, place)
+    reason(param)
+
+
+def _choice(choice: str | NamedFunctionChoice | AllowedFunctions | None) -> Any:
+    """As a chat has it."""
+    if isinstance(choice, NamedFunctionChoice):
+        return named_tool(choice.name)
+    if isinstance(choice, AllowedFunctions):
+        tools = [named_tool(tool.name) for tool in choice.tools]
+        allowed = AllowedTools.model_construct(mode=choice.mode, tools=tools)
+        return AllowedToolChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
+    return choice
+
+
+_NOT_STORED = "responses are not stored"
+
+NOT_SERVED: NotServed = {
+    "background": ((False,), "an answer belongs to its connection; omit it, and stream long answers"),
+    "context_management": ((), "send what the model is to read; omit it"),
+    "conversation": ((), f"{_NOT_STORED}; send the whole conversation in input"),
+    "include": (([], ["reasoning.encrypted_content"]), "omit it"),
+    "max_tool_calls": ((), "omit it"),
+    "media_io_kwargs": (({},), "use mm_processor_kwargs"),
+    "previous_response_id": ((), f"{_NOT_STORED}; send the whole conversation in input"),
+    "prompt": ((), "there are no stored prompts; send the text in instructions and input"),
+    "store": ((False,), f"{_NOT_STORED}; set it to false or omit it, and send the whole conversation in input"),
+    "top_logprobs": ((0,), "use /v1/chat/completions for log probabilities"),
+    "truncation": (("disabled",), "a conversation that is too long is rejected; shorten it and omit this"),
+}  # fmt: skip
+
+TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *ANSWER_PART_TYPES})
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What of a request its response repeats. `form`: `text.format`."""
+
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    form: TextFormat | None
+    metadata: dict[str, str]
+    tools: Sequence[FunctionTool] = ()
+    tool_choice: str | NamedFunctionChoice | AllowedFunctions = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def num_characters(self) -> int:
+        """Of all its texts, but for some kilobytes at most."""
+        schema = self.form.source if self.form is not None else None
+        tools = sum(len(tool.description or "") + len(tool.parameters or "") for tool in self.tools)
+        return len(self.instructions or "") + len(schema or "") + tools
+
+
+def parse_responses_request(value: object) -> TranslatedRequest:
+    """Validate a decoded JSON body.
+
+    Raises:
+        InvalidTypeError: the body is no object.
+        ApiError: 400, naming the first field at fault and what would be right.
+    """
+    refuse_types(
+        entries_of(value, "tools", "tools[{}]"),
+        ("function",),
+        "this server runs no tools; send tools of type function, and run them in the client",
+    )
+    refuse_types(
+        entries_of(value, "input", "input[{}]"),
+        ITEM_TYPES,
+        "send messages, reasoning, function_call and function_call_output alone",
+    )
+    for param, item in entries_of(value, "input", "input[{}]"):
+        if isinstance(item, dict) and item.get("type") == "function_call_output":
+            remedy = "outputs of functions are text; send other content in a message after the output"
+            types = ("text", "input_text")
+            refuse_types(entries_of(item, "output", param + ".output[{}]"), types, remedy)
+    request = validated(ResponsesRequest, value, NOT_SERVED, TAGS)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")
+    chat = request.as_chat()
+    chat.given = Repeated(
+        request.instructions,
+        request.max_output_tokens,
+        1.0 if request.temperature is None else request.temperature,
+        1.0 if request.top_p is None else request.top_p,
+        request.text.format if request.text is not None else None,
+        request.metadata or {},
+        [tool.function for tool in chat.tools or ()],
+        "auto" if request.tool_choice is None else request.tool_choice,
+        request.parallel_tool_calls is not False,
+    )
+    return chat

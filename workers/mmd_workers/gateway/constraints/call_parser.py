@@ -1,0 +1,294 @@
+"""Reads the calls of tools in an answer, piece by piece.
+
+transformers' own `parse_response` does not serve: it needs a `response_template`, which few checkpoints have, returns the arguments of a
+call only once it has ended, and fails on a call that is broken. Nor do vLLM's parsers, for the reasons in `reasoning_parser.py`. Independent of
+requests and the network.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections import deque
+from dataclasses import dataclass, field
+
+import regex
+
+from mmd_workers.gateway.constraints.detokenizer import overlap
+from mmd_workers.model.tool_calls import Spelling
+
+MAX_TOOL_CALLS = 128
+"""In one message, as OpenAI allows."""
+
+CALL_ID_CHARACTERS = 9  # letters and digits, as templates of Mistral require
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_BLANK = " \t\r\n"
+_IN_STRING = regex.compile(r'["\\]')
+_OUTSIDE = regex.compile(r'["\[\]{}]|[^ \t\r\nA-Za-z0-9+.,:\-]')
+_CLOSES = {"}": "{", "]": "["}
+_MORE = regex.compile(r'[ \t\r\n]{0,8},[ \t\r\n]{0,8}"')  # another field of the call
+
+
+@dataclass(slots=True)
+class CallPart:
+    """What a piece of an answer adds to one of its calls: at first `id` and `name`, then parts of the arguments, which are JSON."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class Parsed:
+    """What pieces of an answer are, in their order: content, and parts of calls, one for each call."""
+
+    pieces: list[str | CallPart] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        """All the content."""
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def calls(self) -> list[CallPart]:
+        """The parts of calls."""
+        return [piece for piece in self.pieces if isinstance(piece, CallPart)]
+
+
+class CallParser:
+    """Reads the calls of one answer, however its text is cut into pieces.
+
+    A call has begun once its name, which is that of a tool, and the brace of its arguments are there; what follows is its arguments, until
+    they are complete or cannot be JSON. Where the model has the marker as a token, text that only spells it begins no call. All other text
+    is content, also what looks like the beginning of a call; of white space that at the beginning, before a call, and after one is left out.
+    """
+
+    def __init__(self, spelling: Spelling, names: frozenset[str], *, most: int = MAX_TOOL_CALLS) -> None:
+        """`most`: calls; what comes after them is content. The text must have the tokens of `token_ids`, each of
+        which is noted with `expect`."""
+        form = spelling.form
+        self.token_ids = frozenset(spelling.tokens.values())
+        self._marker_id = spelling.tokens.get(form.marker)
+        self._marker = form.marker
+        self._markers = deque[int]()  # where in the answer markers that are tokens begin
+        self._expected = 0  # characters of the tokens so far
+        self._at = 0  # where in the answer what is held begins
+        self._first = regex.compile(form.first)
+        self._after = regex.compile(form.after)
+        self._following = regex.compile(form.following) if form.following else None
+        self._last = regex.compile(form.last)
+        self._names = names
+        self._most = 1 if form.separator is None else most
+        self._held = ""  # not decided yet
+        self._blank: list[str] = []  # white space at the beginning or after a call
+        self._said = False  # content since then
+        self._step = self._text
+        self._arguments = _Object()
+        self._rest = _Object()  # of a call, after its arguments
+        self._parsed = Parsed()
+        self.num_calls = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are calls, and the arguments of all of them are complete."""
+        return self.num_calls > 0 and not self._arguments.open
+
+    def expect(self, token_id: int, text: str) -> None:
+        """Note a token and the text that it adds to the answer, before that text is pushed."""
+        if token_id == self._marker_id and (at := text.rfind(self._marker)) >= 0:
+            self._markers.append(self._expected + at)
+        self._expected += len(text)
+
+    def skip(self, characters: int) -> None:
+        """So many characters of the answer, which have been noted, are not pushed."""
+        self._at += characters
+        while self._markers and self._markers[0] < self._at:
+            self._markers.popleft()
+
+    def push(self, piece: str) -> Parsed:
+        """What became certain with this piece."""
+        return self._parse(piece, final=False)
+
+    def flush(self) -> Parsed:
+        """The rest, at the end of the answer."""
+        parsed = self._parse("", final=True)
+        if not self.num_calls and (blank := "".join(self._blank)):
+            parsed.pieces.append(blank)
+        return parsed
+
+    def _parse(self, piece: str, *, final: bool) -> Parsed:
+        self._held += piece
+        self._parsed = Parsed()
+        while self._held and self._step(final):
+            pass
+        return self._parsed
+
+    # Each step returns whether there is another one: False, more text has to come.
+
+    def _text(self, final: bool) -> bool:
+        if not self._said:
+            blank = len(self._held) - len(self._held.lstrip(_BLANK))
+            self._blank.append(self._take(blank))
+            if not self._held:
+                return False
+            if not self._marker and not self.num_calls:
+                self._step = self._beginning
+                return True
+        at = self._held.find(self._marker) if self._marker else -1
+        if at >= 0 and self._is_spelled(at):
+            self._content(at + 1)
+            return True
+        if at >= 0:
+            self._content(at)
+            self._step = self._beginning
+            return True
+        self._content(len(self._held) - (0 if final else overlap(self._held, self._marker)))
+        return False
+
+    def _beginning(self, final: bool) -> bool:
+        found = self._first.match(self._held, partial=not final)
+        if found and found.partial:
+            return False
+        if not self._begin(found):
+            self._content(max(1, len(self._marker)))
+            self._step = self._text
+        return True
+
+    def _begin(self, found: regex.Match[str] | None) -> bool:
+        if found is None or found["name"] not in self._names or self.num_calls >= self._most:
+            return False
+        self._blank.clear()
+        call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(CALL_ID_CHARACTERS))
+        self._parsed.pieces.append(CallPart(self.num_calls, call_id, found["name"], ""))
+        self.num_calls += 1
+        self._take(found.end())
+        self._arguments = _Object(open=True)
+        self._step = self._in_arguments
+        return True
+
+    def _in_arguments(self, final: bool) -> bool:
+        del final
+        end, is_json = self._arguments.scan(self._held)
+        if end:
+            pieces = self._parsed.pieces
+            call = pieces[-1] if pieces else None
+            if not isinstance(call, CallPart) or call.index != self.num_calls - 1:
+                call = CallPart(self.num_calls - 1, None, None, "")
+                pieces.append(call)
+            call.arguments += self._take(end)
+        if not is_json:
+            self._go_on_with_text()
+        elif not self._arguments.open:
+            self._said = False
+            self._step = self._at_end_of_call
+        return True
+
+    def _at_end_of_call(self, final: bool) -> bool:
+        found = self._after.match(self._held, partial=True)
+        more = _MORE.match(self._held, partial=True)
+        if found and not found.partial:
+            self._take(found.end())
+            self._step = self._text if self._following is None else self._after_call
+        elif found or (more and more.partial):
+            return self._unfinished(final)
+        elif more:
+            self._rest = _Object.begun()
+            self._step = self._in_rest
+        else:
+            self._go_on_with_text()
+        return True
+
+    def _in_rest(self, final: bool) -> bool:
+        """Fields of a call after its arguments are left out."""
+        del final
+        end, is_json = self._rest.scan(self._held)
+        self._take(end if self._rest.open else end - 1)
+        if not is_json:
+            self._go_on_with_text()
+        elif not self._rest.open:
+            self._step = self._at_end_of_call
+        return True
+
+    def _after_call(self, final: bool) -> bool:
+        assert self._following is not None
+        following = self._following.match(self._held, partial=True)
+        last = self._last.match(self._held, partial=True)
+        if following and not following.partial and self._begin(following):
+            return True
+        if last and not last.partial:
+            self._take(last.end())
+            self._step = self._text
+        elif (following and following.partial) or last:
+            return self._unfinished(final)
+        else:
+            self._go_on_with_text()
+        return True
+
+    def _unfinished(self, final: bool) -> bool:
+        """What comes after the arguments may be cut off with the answer: the call is complete."""
+        if final:
+            self._take(len(self._held))
+        return False
+
+    def _go_on_with_text(self) -> None:
+        self._said = True
+        self._step = self._text
+
+    def _content(self, characters: int) -> None:
+        if characters > 0:
+            self._parsed.pieces.append("".join(self._blank) + self._take(characters))
+            self._blank.clear()
+            self._said = True
+
+    def _take(self, characters: int) -> str:
+        """The next ones, which are decided."""
+        taken, self._held = self._held[:characters], self._held[characters:]
+        self.skip(characters)
+        return taken
+
+    def _is_spelled(self, at: int) -> bool:
+        """Whether the marker there is no token although the model has one for it: text that quotes a call is none."""
+        return self._marker_id is not None and self._at + at not in self._markers
+
+
+@dataclass(slots=True)
+class _Object:
+    """Where an object ends, which begins with a brace: where all brackets are closed, or at what is no JSON."""
+
+    open: bool = False
+    _brackets: list[str] = field(default_factory=list)  # that are open
+    _in_string: bool = False
+    _escaped: bool = False
+
+    @classmethod
+    def begun(cls) -> _Object:
+        """One whose brace has been read."""
+        return cls(open=True, _brackets=["{"])
+
+    def scan(self, text: str) -> tuple[int, bool]:
+        """Where in the next piece it ends, or the piece does, and whether it can be JSON so far."""
+        at = 0
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if found is None:
+                return len(text), True
+            mark, at = found.group(), found.end()
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif mark == "\\" and self._in_string:
+                self._escaped = True
+            elif mark in ("{", "["):
+                self._brackets.append(mark)
+            elif mark in _CLOSES and self._brackets[-1] == _CLOSES[mark]:
+                self._brackets.pop()
+                if not self._brackets:
+                    self.open = False
+                    return at, True
+            else:
+                return found.start(), False
+        return len(text), True

@@ -1,0 +1,302 @@
+"""What clients send: OpenAI's chat completions as pydantic models, faults named by field. Independent of the network.
+
+Fields that this server does not serve are refused by name with a remedy, never ignored, unless they carry the value that
+means "off".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from mmd_api.contract.answers import Grammar
+from mmd_api.contract.errors import InvalidValueError
+from mmd_workers.gateway.basics.api_errors import ApiError
+from mmd_workers.gateway.basics.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.content.conversation import ROLES, Messages
+from mmd_workers.gateway.content.parts import ANSWER_PART_TYPES, ProcessorKwargs
+from mmd_workers.gateway.content.response_format import ResponseFormat, StructuredOutputs
+from mmd_workers.gateway.content.tools import CHOICE_TAGS, ToolChoice, Tools, ToolUse, tool_use
+from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
+
+MAX_TOKEN_IDS = 1024  # in logit_bias and allowed_token_ids
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BIAS = 100.0
+MAX_GUIDANCE_SCALE = 100.0
+MAX_DIGITS = 10  # of a token id
+
+_NO_EFFECT = Ignored("it has no effect")
+
+
+class StreamOptions(Strict):
+    """`include_usage`: one more chunk at the end, with the token counts."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[bool | None, Ignored("chunks are never padded")] = None
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _stop_kind(value: object) -> str | None:
+    return "one" if isinstance(value, str) else "list" if isinstance(value, list) else None
+
+
+def _biases(value: object) -> dict[int, float]:
+    """Token ids and biases; the first fault alone, since pydantic would make an error of each."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias_type", "must be an object of token ids with their biases")
+    if len(value) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("logit_bias", f"has {len(value)} tokens; use at most {MAX_TOKEN_IDS}")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS):
+            raise PydanticCustomError(
+                "logit_bias", f"{str(token)[:64]!r} is not a token id; use digits alone"
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise PydanticCustomError("logit_bias_type", f"the bias of token {token} must be a number")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError(
+                "logit_bias", f"the bias of token {token} must be from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}"
+            )
+        biases[int(token)] = float(bias)
+    return biases
+
+
+TokenId = Annotated[int, Field(ge=0)]
+BadWord = Annotated[str, Field(min_length=1, max_length=128)]
+ModelName = Annotated[str, Field(max_length=512)]
+MaxTokens = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+"""As in vLLM's API: prompts share the KV of a prefix with those of the same salt alone."""
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""`none`: no reasoning, where the model's template has a switch for it; the others turn that on, and are the same."""
+
+
+class GenerationRequest(Strict):
+    """What requests for an answer have in common."""
+
+    model: ModelName
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag("one")]
+            | Annotated[list[Stop], Field(max_length=4, fail_fast=True), Tag("list")],
+            Discriminator(
+                _stop_kind,
+                custom_error_type="stop_type",
+                custom_error_message="stop must be a string or a list of up to 4 strings",
+            ),
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = (
+        None
+    )
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    timings: bool | None = None
+    user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
+    metadata: Annotated[dict[str, Any] | None, DISCARD, _NO_EFFECT] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Ignored("there is one tier")] = None
+    cache_salt: CacheSalt | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guidance_scale: Annotated[float, Field(ge=1, le=MAX_GUIDANCE_SCALE)] | None = None
+    negative_prompt: str | None = None
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a companion runs beside each answer."""
+        return self.guidance_scale is not None and self.guidance_scale != 1
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens of an answer; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def grammar(self) -> tuple[Grammar, str] | None:
+        """What the answer must match, and the field it comes from; None where it is free.
+
+        Raises:
+            ApiError: two fields contradict each other.
+        """
+        found = self.response_format.grammar() if self.response_format is not None else None
+        if self.structured_outputs is not None:
+            if found is not None:
+                both = InvalidValueError("set response_format or structured_outputs, not both")
+                raise ApiError(both, param="structured_outputs")
+            found = self.structured_outputs.as_grammar()
+        if (field := found[1] if found is not None else self.calls_field) is not None:
+            for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    contradiction = InvalidValueError(
+                        f"{name}: {field} decides which tokens may come and where the answer ends; omit one of them"
+                    )
+                    raise ApiError(contradiction, param=name)
+        return found
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may call; None: there are none.
+
+        Raises:
+            ApiError: fields contradict each other.
+        """
+        return None
+
+    @property
+    def calls_field(self) -> str | None:
+        """The field for which calls of tools must match a grammar; None: they need not."""
+        return None if (use := self.tool_use) is None else use.field
+
+    @property
+    def prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are wanted."""
+        return False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
+        return None
+
+
+class ChatRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
+    prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Annotated[
+        dict[str, Any] | None, DISCARD, Ignored("a hint for speed: the answer is the same without it")
+    ] = None
+    reasoning_effort: ReasoningEffort | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Ignored("a hint: request the length in the prompt")
+    ] = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """The most tokens of an answer; None: as many as fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def choice(self) -> SamplingChoice:
+        """How media are sampled whose parts do not say so themselves."""
+        return NO_CHOICE if self.mm_processor_kwargs is None else self.mm_processor_kwargs.choice
+
+    @property
+    def reasons(self) -> bool | None:
+        """Whether the answer begins with reasoning; None: as the model's template has it."""
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may call; None: there are none.
+
+        Raises:
+            ApiError: fields contradict each other.
+        """
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+NOT_SERVED: NotServed = {
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
+    "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),
+    "audio": ((), "output is text only; omit it"),
+    "web_search_options": ((), "omit it"),
+    "media_io_kwargs": (({},), "use mm_processor_kwargs"),
+    "best_of": ((1,), "use n and select the best choice in the client"),
+    "echo": ((False,), "omit it"),
+}
+
+
+TAGS = frozenset({"text", "parts", "one", "list", *CHOICE_TAGS, *ANSWER_PART_TYPES, *ROLES})
+
+
+def parse_chat_request(value: object) -> ChatRequest:
+    """Validate a decoded JSON body.
+
+    Raises:
+        InvalidTypeError: the body is no object.
+        ApiError: 400, naming the first field at fault and what would be right.
+    """
+    request = validated(ChatRequest, value, NOT_SERVED, TAGS)
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        both = InvalidValueError("set max_tokens or max_completion_tokens, not both")
+        raise ApiError(both, param="max_completion_tokens")
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(InvalidValueError("top_logprobs requires logprobs: true"), param="top_logprobs")
+    check_together(request)
+    _ = request.tool_use
+    return request
+
+
+def check_together(request: GenerationRequest) -> None:
+    """Check fields that depend on one another.
+
+    Raises:
+        ApiError: names the one that must change.
+    """
+    most = request.asked_tokens
+    if most is not None and (request.min_tokens or 0) > most:
+        above = InvalidValueError(f"min_tokens must be at most max_tokens, which is {most}")
+        raise ApiError(above, param="min_tokens")
+    if request.negative_prompt is not None and request.guidance_scale is None:
+        alone = InvalidValueError("negative_prompt requires guidance_scale; set it, or omit negative_prompt")
+        raise ApiError(alone, param="negative_prompt")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")

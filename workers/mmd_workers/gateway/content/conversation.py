@@ -1,0 +1,291 @@
+"""The messages of a conversation as clients send them, and as the model's frontend takes them. Independent of the network and the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError, from_json
+
+from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
+from mmd_workers.gateway.basics.api_errors import ApiError
+from mmd_workers.gateway.basics.body import LONG_NUMBER, MAX_DIGITS
+from mmd_workers.gateway.basics.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, Strict
+from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS
+from mmd_workers.gateway.content.parts import (
+    AnswerPart,
+    ContentPart,
+    MediaSource,
+    RefusalPart,
+    ResultPart,
+    TextPart,
+)
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of a message; the number of media has a separate limit in the spec
+MAX_ARGUMENT_MARKS = 65_536
+"""Brackets that open, commas and colons in the arguments of all tool calls: more than their values and keys."""
+_LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+CallName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def content_kind(value: object) -> str | None:
+    """Which branch of content a value is: text or a list of parts."""
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+
+
+OF_CONTENT = Discriminator(
+    content_kind,
+    custom_error_type="content_type",
+    custom_error_message="content must be a string or a list of parts",
+)
+_PARTS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], _PARTS, Tag("parts")], OF_CONTENT
+]
+AnswerContent = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[AnswerPart], _PARTS, Tag("parts")], OF_CONTENT
+]
+ResultContent = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[ResultPart], _PARTS, Tag("parts")], OF_CONTENT
+]
+
+_EMPTY_IN_ANSWERS = frozenset(
+    {"refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "parsed"}
+)
+"""Fields of an answer's message that clients send back with null or an empty list in them."""
+
+
+class _Turn(Strict):
+    """What all messages have in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_fields(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        empty = {
+            name for name in _EMPTY_IN_ANSWERS & value.keys() if value[name] is None or value[name] == []
+        }
+        return {name: field for name, field in value.items() if name not in empty} if empty else value
+
+
+class PromptMessage(_Turn):
+    """Instructions, or what the user says."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: Annotated[str | None, Field(max_length=256), Ignored("chat templates have no place for it")] = None
+
+
+class CalledFunction(Strict):
+    """The function of a tool call, with its arguments as JSON."""
+
+    name: CallName
+    arguments: str
+    parsed_arguments: Annotated[
+        Any | None, DISCARD, Ignored("what OpenAI's client makes of the arguments")
+    ] = None
+
+
+class ToolCall(Strict):
+    """A call that the model made."""
+
+    id: CallName
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int | None, Ignored("a place in a stream")] = None
+
+
+class AnswerMessage(_Turn):
+    """What the model said before: content, a refusal or tool calls, after reasoning."""
+
+    role: Literal["assistant"]
+    content: AnswerContent | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
+    name: Annotated[str | None, Field(max_length=256), Ignored("chat templates have no place for it")] = None
+
+    annotations: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+    provider_specific_fields: Annotated[
+        dict[str, Any] | None, DISCARD, Ignored("what LiteLLM keeps about an answer")
+    ] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AnswerMessage:
+        if (
+            self.content is None
+            and self.refusal is None
+            and not self.reasoning_content
+            and not self.tool_calls
+        ):
+            raise PydanticCustomError(
+                "no_content",
+                "content must be a string or a list of parts where the message has neither tool_calls nor refusal",
+            )
+        if self.content is not None and self.refusal is not None:
+            raise PydanticCustomError("content_and_refusal", "set content or refusal, not both")
+        return self
+
+
+class ToolMessage(_Turn):
+    """The result of a tool call."""
+
+    role: Literal["tool"]
+    content: ResultContent
+    tool_call_id: CallName
+    name: CallName | None = None
+
+
+def _role_of(value: object) -> str | None:
+    """The role, cut to what an error names: pydantic copies it several times."""
+    if not isinstance(value, dict):
+        return "user"  # whose error is that it is no object
+    role = value.get("role")
+    return None if role is None else str(role)[:MAX_NAME_CHARACTERS]
+
+
+Message = Annotated[
+    Annotated[PromptMessage, Tag("system")]
+    | Annotated[PromptMessage, Tag("developer")]
+    | Annotated[PromptMessage, Tag("user")]
+    | Annotated[AnswerMessage, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")],
+    Discriminator(_role_of),
+]
+ROLES: tuple[str, ...] = tuple(get_args(member)[1].tag for member in get_args(get_args(Message)[0]))
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def argument_marks(messages: Sequence[Message]) -> int:
+    """Brackets that open, commas and colons in the arguments of tool calls: at least one for each value and key.
+
+    Raises:
+        ApiError: there are too many.
+    """
+    marks = 0
+    for param, call in _calls(messages):
+        marks += _marks(call.function.arguments)
+        if marks > MAX_ARGUMENT_MARKS:
+            fault = InvalidValueError(
+                f"{param}: the arguments of all tool calls have more than {MAX_ARGUMENT_MARKS} brackets, commas and colons; send fewer messages"
+            )
+            raise ApiError(fault, param=param)
+    return marks
+
+
+def _marks(arguments: str) -> int:
+    return 1 + sum(map(arguments.count, "[{,:"))
+
+
+def _has_long_number(arguments: str) -> bool:
+    """Whether JSON has a number outside its strings that is too long to be read in linear time. It has at most as many strings as marks: one
+    step of Python for each; what follows more strings than that is never read as JSON."""
+    if not _LONG_NUMBER.search(arguments):
+        return False
+    at = 0
+    for _ in range(_marks(arguments) + 1):
+        string = _STRING.search(arguments, at)
+        if _LONG_NUMBER.search(arguments, at, string.start() if string else len(arguments)):
+            return True
+        if string is None:
+            return False
+        at = string.end()
+    return False
+
+
+def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[MediaSource]]:
+    """The frontend's messages and the media in order of use.
+
+    A message has a role, content as parts of type text, image, video and audio, `reasoning_content`, and what tool calls need, in the shape of
+    Hugging Face's chat templates: the arguments of a call as an object, or as a string where a model has written no JSON.
+
+    Raises:
+        ApiError: the arguments of a tool call are no object, or a result is that of no call.
+    """
+    argument_marks(messages)
+    found: list[dict[str, Any]] = []
+    media: list[MediaSource] = []
+    call_ids: set[str] = set()
+    for m, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        turn: dict[str, Any] = {"role": role, "content": _content(message, f"messages[{m}]", media)}
+        if isinstance(message, AnswerMessage) and message.tool_calls:
+            turn["tool_calls"] = [
+                _call(call, f"messages[{m}].tool_calls[{c}]") for c, call in enumerate(message.tool_calls)
+            ]
+            call_ids.update(call.id for call in message.tool_calls)
+        if isinstance(message, AnswerMessage) and message.reasoning_content:
+            turn["reasoning_content"] = message.reasoning_content
+        if isinstance(message, ToolMessage):
+            if message.tool_call_id not in call_ids:
+                param = f"messages[{m}].tool_call_id"
+                unknown = InvalidValueError(
+                    f"{param}: no tool call before this message has the id {message.tool_call_id[:MAX_NAME_CHARACTERS]!r}; "
+                    "send the assistant's message with its tool_calls before their results"
+                )
+                raise ApiError(unknown, param=param)
+            turn["tool_call_id"] = message.tool_call_id
+            if message.name is not None:
+                turn["name"] = message.name
+        found.append(turn)
+    return found, media
+
+
+def _content(message: Message, where: str, media: list[MediaSource]) -> list[dict[str, Any]]:
+    """The parts of a message; its media are added to `media`."""
+    content = message.content
+    if content is None and isinstance(message, AnswerMessage):
+        content = message.refusal
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts: list[dict[str, Any]] = []
+    for p, part in enumerate(content or ()):
+        if isinstance(part, TextPart):
+            parts.append({"type": "text", "text": part.text})
+        elif isinstance(part, RefusalPart):
+            parts.append({"type": "text", "text": part.refusal})
+        else:
+            source = part.source(f"{where}.content[{p}]")
+            media.append(source)
+            parts.append({"type": source.modality})
+    return parts
+
+
+def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, ToolCall]]:
+    """Each tool call, with the field of its arguments."""
+    for m, message in enumerate(messages):
+        if isinstance(message, AnswerMessage):
+            for c, call in enumerate(message.tool_calls or ()):
+                yield f"messages[{m}].tool_calls[{c}].function.arguments", call
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call for the template. Arguments that begin as an object and cannot be read are a string: a model may have written them so, or been cut."""
+    param = f"{where}.function.arguments"
+    written = call.function.arguments
+    arguments: Any = written
+    try:
+        if _has_long_number(written):
+            raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+        arguments = from_json(written or "{}", allow_inf_nan=False)
+    except ValueError as error:
+        if not written.startswith("{"):
+            raise ApiError(
+                InvalidValueError(f"{param}: no valid JSON: {str(error)[:200]}; send an object as JSON"),
+                param=param,
+            ) from error
+    else:
+        if not isinstance(arguments, dict):
+            raise ApiError(InvalidTypeError(f"{param}: the JSON must be an object"), param=param)
+    return {
+        "id": call.id,
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }

@@ -1,0 +1,198 @@
+"""The form that an answer must have: OpenAI's `response_format` and vLLM's `structured_outputs`, as the grammar that workers follow."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections import OrderedDict
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
+from mmd_api.contract.errors import GrammarFailedError, InvalidValueError, UnsupportedParameterError
+from mmd_workers.gateway.basics.api_errors import ApiError
+from mmd_workers.gateway.basics.strict import Strict
+from mmd_workers.gateway.constraints.grammar_trial import TooCostlyError, try_out
+from mmd_workers.model.grammar import Grammars
+
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARACTERS = 4096
+MAX_CHOICES_CHARACTERS = 32_768  # of all, with their escapes
+MAX_INTEGER = 2**53
+MAX_REFUSED = 256  # grammars that are refused without another look
+OBJECT = '{"type":"object"}'
+
+
+def as_json(schema: dict[str, Any]) -> str:
+    """As JSON, which is what travels: the parsed schema would take ten times as much for as long as the request lasts."""
+    source = json.dumps(schema, separators=(",", ":"))
+    if len(source) > MAX_GRAMMAR_CHARACTERS:
+        raise PydanticCustomError(
+            "too_long", f"the schema has more than {MAX_GRAMMAR_CHARACTERS} characters as JSON; shorten it"
+        )
+    return source
+
+
+def exact_integers(source: str) -> str:
+    """The schema, if the library keeps all of its integers.
+
+    Raises:
+        PydanticCustomError: it has one that is too large.
+    """
+    json.loads(source, parse_int=_exact)
+    return source
+
+
+def _exact(digits: str) -> int:
+    """The library reads integers as floating-point numbers, and would make the model answer another one."""
+    if abs(number := int(digits)) > MAX_INTEGER:
+        raise PydanticCustomError(
+            "too_large", f"the schema has an integer beyond ±{MAX_INTEGER}; use a smaller one, or a string"
+        )
+    return number
+
+
+JsonSource = Annotated[dict[str, Any], AfterValidator(as_json), AfterValidator(exact_integers)]
+SchemaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class JsonSchemaFormat(Strict):
+    """A named schema. Every answer matches it, whether it is `strict` or not; name and description have no effect."""
+
+    name: SchemaName
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    source: JsonSource = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """Text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError(
+                "no_schema", "type json_schema requires json_schema, and no other type has it"
+            )
+        return self
+
+    def grammar(self) -> tuple[Grammar, str] | None:
+        """What the answer must match, and the field it comes from; None for text."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return Grammar("json_schema", OBJECT), "response_format"
+        source: Any = self.json_schema.source
+        return Grammar("json_schema", source), "response_format.json_schema.schema"
+
+
+class StructuredOutputs(Strict):
+    """As vLLM has it, but for grammars, which may cost more with each token: one of a schema, a regular expression, and choices."""
+
+    source: JsonSource | None = Field(None, alias="json")
+    regex: Source | None = None
+    choice: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARACTERS)]],
+            Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+        ]
+        | None
+    ) = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.source, self.regex, self.choice)) != 1:
+            raise PydanticCustomError("not_one", "set exactly one of json, regex and choice")
+        return self
+
+    def as_grammar(self) -> tuple[Grammar, str]:
+        """What the answer must match, and the field it comes from."""
+        if self.source is not None:
+            source: Any = self.source
+            return Grammar("json_schema", source), "structured_outputs.json"
+        if self.regex is not None:
+            return Grammar("regex", self.regex), "structured_outputs.regex"
+        alternatives = "|".join(map(re.escape, self.choice or ()))
+        if len(alternatives) > MAX_CHOICES_CHARACTERS:
+            too_long = InvalidValueError(
+                f"structured_outputs.choice: the choices have more than {MAX_CHOICES_CHARACTERS} characters; send fewer"
+            )
+            raise ApiError(too_long, param="structured_outputs.choice")
+        return Grammar("regex", alternatives), "structured_outputs.choice"
+
+
+class GrammarCheck:
+    """Accepts grammars that the workers will be able to follow: compiles them as they do, and follows them to their first tokens. One that
+    is new is first compiled where it can do no harm, and one that has been refused lately is refused at once.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digest, why; the newest last
+        self._place = asyncio.Lock()  # compilations take a core each
+
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Compile it on other threads and processes, one after the other; one that is known waits for none.
+
+        Raises:
+            ApiError: it cannot be compiled, takes too much, or this model has no tokenizer for it; names the field.
+        """
+        digest = hashlib.sha256(f"{grammar.type} {grammar.source}".encode("utf-8", "surrogatepass")).digest()
+        try:
+            if not self._is_known(grammar, digest):
+                await self._compile(grammar, digest)
+        except GrammarFailedError as error:
+            raise ApiError(InvalidValueError(f"{param}: {error.message}"), param=param) from error
+        except UnsupportedParameterError as error:
+            unsupported = UnsupportedParameterError(f"{param}: {error.message}; omit it")
+            raise ApiError(unsupported, param=param) from error
+
+    def _is_known(self, grammar: Grammar, digest: bytes) -> bool:
+        """Raises GrammarFailedError where what is known is a refusal."""
+        if (why := self._refused.get(digest)) is not None:
+            self._refused.move_to_end(digest)
+            raise GrammarFailedError(why)
+        return grammar in self._grammars
+
+    async def _compile(self, grammar: Grammar, digest: bytes) -> None:
+        await self._place.acquire()
+        compiling: asyncio.Task[object] | None = None
+        try:
+            if self._is_known(grammar, digest):  # by now
+                return
+            await try_out(grammar)
+            compiling = asyncio.create_task(self._compile_here(grammar, digest))
+        except TooCostlyError as error:
+            raise self._refuse(digest, f"takes too much to compile ({error.message}); simplify it") from error
+        except GrammarFailedError as error:
+            raise self._refuse(digest, _cannot(error)) from error
+        finally:
+            if compiling is None:
+                self._place.release()
+        # The thread goes on when the request is cancelled, and has the place until it has ended.
+        compiling.add_done_callback(lambda _: self._place.release())
+        await asyncio.shield(compiling)
+
+    async def _compile_here(self, grammar: Grammar, digest: bytes) -> None:
+        try:
+            await self._grammars.begin_aside(grammar)
+        except GrammarFailedError as error:
+            raise self._refuse(digest, _cannot(error)) from error
+
+    def _refuse(self, digest: bytes, why: str) -> GrammarFailedError:
+        self._refused[digest] = why
+        while len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+        return GrammarFailedError(why)
+
+
+def _cannot(error: GrammarFailedError) -> str:
+    return f"cannot be compiled: {error.message}; change or simplify it"

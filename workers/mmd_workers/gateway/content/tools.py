@@ -1,0 +1,286 @@
+"""Tools that the model may call: OpenAI's `tools` and `tool_choice`, as the chat template takes them and as the grammar of calls that must match
+their schemas. Independent of the network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
+from mmd_api.contract.errors import InvalidValueError
+from mmd_workers.gateway.basics.api_errors import ApiError
+from mmd_workers.gateway.basics.strict import Strict
+from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS, CallParser
+from mmd_workers.gateway.content.response_format import OBJECT, as_json, exact_integers
+from mmd_workers.model.tool_calls import Spelling
+
+MAX_TOOLS = 128  # as OpenAI allows
+MAX_DESCRIPTION_CHARACTERS = 16_384
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+def _parameters(schema: dict[str, Any]) -> str:
+    """The schema of an object, as JSON."""
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError(
+            "not_an_object", "the schema's type must be 'object'; make what it describes a property"
+        )
+    return as_json({**schema, "type": "object"} if schema else NO_PARAMETERS)
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
+Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)]
+
+
+class FunctionTool(Strict):
+    """A function. `strict`: its calls match the schema of its parameters."""
+
+    name: FunctionName
+    description: Description | None = None
+    parameters: Parameters | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Strict):
+    """The name of one of the tools."""
+
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    """One of the tools."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+NamedTools = Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Strict):
+    """Some of the tools, of which one may or must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: NamedTools
+
+
+class AllowedToolChoice(Strict):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_kind(value: object) -> str | None:
+    """Which branch of a choice a value is."""
+    if isinstance(value, str):
+        return "word"
+    if not isinstance(value, dict):
+        return None
+    return "allowed" if value.get("type") == "allowed_tools" else "named"
+
+
+BY_CHOICE_KIND = Discriminator(
+    choice_kind,
+    custom_error_type="tool_choice_type",
+    custom_error_message="tool_choice must be none, auto, required or an object",
+)
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedToolChoice, Tag("allowed")],
+    BY_CHOICE_KIND,
+]
+CHOICE_TAGS = frozenset({"word", "named", "allowed"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and which of them the answer may call. `forced`: it consists of calls. `parallel`: it may have several."""
+
+    tools: tuple[FunctionTool, ...]
+    allowed: frozenset[str]
+    forced: bool
+    parallel: bool
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        """All tools, in the shape of Hugging Face's chat templates."""
+        found: list[dict[str, Any]] = []
+        for tool in self.tools:
+            function: dict[str, Any] = {"name": tool.name}
+            if tool.description is not None:
+                function["description"] = tool.description
+            function["parameters"] = json.loads(_source(tool))
+            found.append({"type": "function", "function": function})
+        return found
+
+    @property
+    def characters(self) -> int:
+        """Of all tools in the prompt, at least."""
+        return sum(len(tool.description or "") + len(_source(tool)) for tool in self.tools)
+
+    @property
+    def marks(self) -> int:
+        """Brackets that open, commas and colons in all schemas: at least one for each value and key."""
+        return sum(1 + sum(map(_source(tool).count, "[{,:")) for tool in self.tools)
+
+    @property
+    def field(self) -> str | None:
+        """The field for which the answer must match a grammar; None: it is free."""
+        if self.forced or len(self.allowed) < len(self.tools):
+            return "tool_choice"
+        if any(tool.strict for tool in self.tools):
+            return "tools"
+        return None if self.parallel else "parallel_tool_calls"
+
+    def parsers(self, spelling: Spelling) -> Callable[[], CallParser]:
+        """Makes what reads the calls of one answer, without keeping the tools themselves."""
+        return partial(CallParser, spelling, self.allowed, most=MAX_TOOL_CALLS if self.parallel else 1)
+
+    def grammar(self, spelling: Spelling, answer: Grammar | None) -> Grammar | None:
+        """What the answer must match: calls, or unless they are forced `answer` or any text before calls. None: it is free.
+
+        Raises:
+            ApiError: the schemas are too long, or have a number that the library changes.
+        """
+        if self.field is None and answer is None:
+            return None
+        schemas: dict[str, Any] = {}
+        called: list[str] = []
+        for number, tool in enumerate(self.tools):
+            if tool.name not in self.allowed:
+                continue
+            source = _source(tool) if self.forced or tool.strict else OBJECT
+            param = f"tools[{number}].function.parameters"
+            try:
+                exact_integers(source)
+            except PydanticCustomError as error:
+                raise ApiError(InvalidValueError(f"{param}: {error.message()}"), param=param) from error
+            schemas[f"tool{number}"] = _closed(json.loads(source))
+            called.append(f"{_quoted(tool.name + spelling.middle, spelling)} @tool{number}")
+        composite: dict[str, Any] = {"lark": "", "json_schema": schemas, "regex": {}}
+        if answer is not None and not self.forced:
+            composite[answer.type]["answer"] = (
+                answer.source if answer.type == "regex" else json.loads(answer.source)
+            )
+        composite["lark"] = _rules(self, spelling, called, has_answer=answer is not None)
+        source = json.dumps(composite, separators=(",", ":"))
+        if len(source) > MAX_GRAMMAR_CHARACTERS:
+            too_long = InvalidValueError(
+                f"tools: the schemas that the answer must match have more than {MAX_GRAMMAR_CHARACTERS} characters together; "
+                "send fewer or shorter tools, or set tool_choice to 'auto' without strict, which has no such limit"
+            )
+            raise ApiError(too_long, param="tools")
+        return Grammar("composite", source)
+
+
+def tool_use(
+    tools: Sequence[Tool] | None, choice: Any | None, parallel_tool_calls: bool | None
+) -> ToolUse | None:
+    """What a request's fields say together; None: nothing can be called.
+
+    Raises:
+        ApiError: they contradict each other; names the field.
+    """
+    names = [tool.function.name for tool in tools or ()]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            param = f"tools[{number}].function.name"
+            raise ApiError(InvalidValueError(f"{param}: another tool has the name {name!r}"), param=param)
+    chosen: list[tuple[str, str]] = []
+    if isinstance(choice, NamedTool):
+        chosen = [("tool_choice.function.name", choice.function.name)]
+    elif isinstance(choice, AllowedToolChoice):
+        chosen = [
+            (f"tool_choice.allowed_tools.tools[{number}].function.name", tool.function.name)
+            for number, tool in enumerate(choice.allowed_tools.tools)
+        ]
+    for param, name in chosen:
+        if name not in names:
+            unknown = InvalidValueError(f"{param}: no tool has the name {name!r}; add it to tools")
+            raise ApiError(unknown, param=param)
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+    if mode == "required" and not names:
+        raise ApiError(InvalidValueError("tool_choice: required needs tools; send some"), param="tool_choice")
+    if not names or mode == "none":
+        return None
+    return ToolUse(
+        tools=tuple(tool.function for tool in tools or ()),
+        allowed=frozenset(name for _, name in chosen) or frozenset(names),
+        forced=mode == "required" or isinstance(choice, NamedTool),
+        parallel=parallel_tool_calls is not False and not isinstance(choice, NamedTool),
+    )
+
+
+def _source(tool: FunctionTool) -> str:
+    parameters: Any = tool.parameters  # JSON since it was validated
+    return json.dumps(NO_PARAMETERS) if parameters is None else str(parameters)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, without arguments that it does not name, unless it says something about them."""
+    open_ended = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+    if "properties" not in schema or not open_ended.isdisjoint(schema):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answer: bool) -> str:
+    """In the library's language: calls of tools, which are `called` so, as the model writes them.
+
+    Text goes on until a call begins: a marker that is a token is no part of it, another one ends it where it is complete.
+    """
+    form = spelling.form
+    begin, opened = _quoted(spelling.begin, spelling), _quoted(spelling.open, spelling)
+    close, end = _quoted(spelling.close, spelling), _quoted(spelling.end, spelling)
+    more = ""
+    if use.parallel and form.separator is not None:
+        separator = _quoted(form.separator, spelling)
+        more = f"({separator} {opened} called {close}){{0,{MAX_TOOL_CALLS - 1}}}"
+    rest = f"called {close} {more} {end}"
+    rules = [f"called: {' | '.join(called)}", f"calls: {begin} {opened} {rest}"]
+    if use.forced:
+        starts = ["calls"]
+    elif has_answer:
+        starts = ["@answer", "calls"]
+    elif not form.marker:
+        starts = ["TEXT?", "calls"]
+        rules.append(r"TEXT: /[^{\s](?s:.*)/")
+    elif form.marker in spelling.tokens:
+        starts = ["TEXT", " ".join(["TEXT", "calls"])]
+        marker = re.escape(form.marker)
+        rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/")
+    else:
+        first = _quoted((spelling.begin + spelling.open).removeprefix(form.marker), spelling)
+        starts = ["TEXT", f"marked {first} {rest}"]
+        rules += [f"marked[suffix={json.dumps(form.marker)}]: TEXT", "TEXT: /(?s:.*)/"]
+    return "\n".join([f"start: {' | '.join(starts)}", *rules, ""])
+
+
+def _quoted(text: str, spelling: Spelling) -> str:
+    """A text in the library's language, its tokens by their ids; empty where the text is."""
+    found = min(((at, token) for token in spelling.tokens if (at := text.find(token)) >= 0), default=None)
+    if found is None:
+        return json.dumps(text) if text else ""
+    at, token = found
+    before, after = _quoted(text[:at], spelling), _quoted(text[at + len(token) :], spelling)
+    return " ".join(part for part in (before, f"<[{spelling.tokens[token]}]>", after) if part)

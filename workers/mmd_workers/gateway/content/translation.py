@@ -1,0 +1,206 @@
+"""What the surfaces beside chat completions share: their requests become chats, and faults name the fields that their clients sent."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pydantic import ConfigDict
+
+from mmd_api.contract.errors import InvalidValueError, UnsupportedParameterError
+from mmd_workers.gateway.basics.api_errors import ApiError
+from mmd_workers.gateway.basics.strict import MAX_NAME_CHARACTERS
+from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS
+from mmd_workers.gateway.content.chat_request import ChatRequest
+from mmd_workers.gateway.content.conversation import (
+    MAX_MESSAGES,
+    AnswerMessage,
+    CalledFunction,
+    Message,
+    PromptMessage,
+    ToolCall,
+    ToolMessage,
+)
+from mmd_workers.gateway.content.tools import FunctionTool, NamedFunction, NamedTool, Tool
+
+_IN_MESSAGE = re.compile(
+    r"messages\[(?P<message>\d+)\](?:(?P<content>\.content)(?:\[(?P<part>\d+)\])?"
+    r"|\.tool_calls\[(?P<call>\d+)\]\.function\.arguments|(?P<result>\.tool_call_id))?"
+)
+_IN_TOOL = re.compile(r"tools\[\d+\]\.|tool_choice\.")
+_PLACE = re.compile(r"\[(\d+)\]")
+
+
+def refuse_types(entries: Iterable[tuple[str, object]], known: Iterable[str], remedy: str) -> None:
+    """Refuse entries of other types, each with its field.
+
+    Raises:
+        ApiError: names the first one.
+    """
+    for param, entry in entries:
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            fault = UnsupportedParameterError(
+                f"{param}: type {kind[:MAX_NAME_CHARACTERS]!r} is not supported; {remedy}"
+            )
+            raise ApiError(fault, param=param)
+
+
+def entries_of(value: object, name: str, spelling: str) -> Iterator[tuple[str, object]]:
+    """Every entry of a list in a body, both of which may be anything, with its field."""
+    entries = value.get(name) if isinstance(value, dict) else None
+    for number, entry in enumerate(entries if isinstance(entries, list) else ()):
+        yield spelling.format(number), entry
+
+
+@dataclass(frozen=True, slots=True)
+class FieldPlace:
+    """Where a message of a chat comes from, in the client's fields. `parts`: numbers of its parts there, where they differ. `calls`: the
+    fields of its calls' arguments. `result`: the field of the id of the call whose result it is.
+    """
+
+    content: str
+    parts: Sequence[int] | None = None
+    calls: Sequence[str] = ()
+    result: str = ""
+
+    def field(self, found: re.Match[str]) -> str:
+        """The field that a chat calls so."""
+        if found["call"] is not None:
+            return self.calls[int(found["call"])]
+        if found["result"] is not None:
+            return self.result
+        if found["part"] is not None:
+            part = int(found["part"])
+            return f"{self.content}[{part if self.parts is None else self.parts[part]}]"
+        return self.content if found["content"] else self.content.removesuffix(".content")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How a client spells the fields of a chat that its request became.
+
+    `places`: of its messages. `fields`: other fields by their names in the chat. `dotted`: places in lists are spelled `.0`, not `[0]`.
+    """
+
+    places: Sequence[FieldPlace]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    dotted: bool = False
+
+    def spelled(self, param: str) -> str:
+        """The client's name of a field of the chat."""
+        if found := _IN_MESSAGE.match(param):
+            param = self.places[int(found["message"])].field(found) + param[found.end() :]
+        elif _IN_TOOL.match(param):
+            before, _, last = param.rpartition(".")
+            before = before.removesuffix(".function").replace(".allowed_tools", "")
+            param = f"{before}.{self.fields.get(last, last)}"
+        else:
+            param = self.fields.get(param, param)
+        return _PLACE.sub(r".\1", param) if self.dotted else param
+
+    @contextlib.contextmanager
+    def in_faults(self) -> Iterator[None]:
+        """Rename the field of a fault that is raised meanwhile."""
+        try:
+            yield
+        except ApiError as error:
+            if error.param:
+                error.rename(self.spelled(error.param))
+            raise
+
+
+ChatRole = Literal["user", "assistant", "system", "developer"]
+
+
+def message_of(role: ChatRole, content: Any) -> Message:
+    """The message of a chat with this content, which has been validated."""
+    if role == "assistant":
+        return AnswerMessage.model_construct(role=role, content=content)
+    return PromptMessage.model_construct(role=role, content=content)
+
+
+def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
+    """The call of a chat. `arguments`: as JSON."""
+    function = CalledFunction.model_construct(name=name, arguments=arguments)
+    return ToolCall.model_construct(id=call_id, type="function", function=function)
+
+
+def result_of(call_id: str, content: Any) -> ToolMessage:
+    """The message of a chat with the result of a call. `content`: text, or parts of text."""
+    return ToolMessage.model_construct(role="tool", tool_call_id=call_id, content=content or "")
+
+
+def tool_of(name: str, description: str | None, parameters: Any, strict: bool | None) -> Tool:
+    """The tool of a chat. `parameters`: as JSON."""
+    function = FunctionTool.model_construct(
+        name=name, description=description, parameters=parameters, strict=strict
+    )
+    return Tool.model_construct(type="function", function=function)
+
+
+def named_tool(name: str) -> NamedTool:
+    """The choice of a tool in a chat."""
+    return NamedTool.model_construct(type="function", function=NamedFunction.model_construct(name=name))
+
+
+_Entry = TypeVar("_Entry")
+
+
+def consumed(entries: MutableSequence[_Entry]) -> Iterator[_Entry]:
+    """All entries, each of which is dropped: the memory for a body has no room for them beside the messages that they become."""
+    entries.reverse()
+    while entries:
+        yield entries.pop()
+
+
+class Translation:
+    """The messages of a chat as they are made of another surface's, each with its place."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.places: list[FieldPlace] = []
+
+    def add(self, message: Message, place: FieldPlace) -> None:
+        """Add a message.
+
+        Raises:
+            ApiError: there are too many; names the place.
+        """
+        if len(self.messages) >= MAX_MESSAGES:
+            raise fault(
+                place.content.removesuffix(".content"),
+                f"the results of tools count as messages, of which there are more than {MAX_MESSAGES}; send fewer",
+            )
+        self.messages.append(message)
+        self.places.append(place)
+
+
+def check_number_of_calls(calls: Sequence[ToolCall], param: str) -> None:
+    """Check that one message may have so many calls.
+
+    Raises:
+        ApiError: it may not; names the field.
+    """
+    if len(calls) > MAX_TOOL_CALLS:
+        raise fault(param, f"more than {MAX_TOOL_CALLS} calls of tools in one message; send fewer")
+
+
+def fault(param: str, message: str) -> ApiError:
+    """An invalid value of this field."""
+    return ApiError(InvalidValueError(f"{param}: {message}"), param=param)
+
+
+class TranslatedRequest(ChatRequest):
+    """A chat that was a request of another surface. The translation makes it of parts that have been validated."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    names: FieldNames
+    must_reason: bool = False
+    """Whether only a model that reasons may answer."""
+    given: Any = None
+    """What of the request its answer repeats."""

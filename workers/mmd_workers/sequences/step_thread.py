@@ -1,0 +1,153 @@
+"""What engines that are stepped on a thread have in common, as parts of a pod. They have the same commands between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mmd_api.contract.errors import EngineDeadError
+from mmd_workers.engine.interface import EngineStats
+from mmd_workers.engine.memory.cache_changes import CacheChanges, CacheDelta
+from mmd_workers.engine.pacing.cpu_turns import Turns
+from mmd_workers.engine.runner import EngineRunner, Stepped
+from mmd_workers.model.grammar import Constraint, Grammars
+from mmd_workers.model.prompt import Feature
+from mmd_workers.observe.server import Progress
+from mmd_workers.process.pod import LIVENESS_SECONDS, Pod
+from mmd_workers.process.warmup import LIMIT_SECONDS, warm_up
+from mmd_workers.sequences.engine import EngineHost, SequenceEngine
+from mmd_workers.wire.messages.prefill import GenerateRequest
+
+
+class Reporting(Stepped, Protocol):
+    """An engine that a host runs: it reports its load, and what its prefix cache holds."""
+
+    def warm_up(self) -> None:
+        """Run a chunk of prefill and a step of decode, and keep nothing of it."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """How loaded it is."""
+        ...
+
+    @property
+    def prefix_changes(self) -> CacheChanges:
+        """What its prefix cache has gained and lost, for locality in routing."""
+        ...
+
+
+class SteppedEngine(SequenceEngine):
+    """Commands that need no translation. Each runs on the engine's thread, between two steps."""
+
+    def __init__(self, runner: EngineRunner[Any], grammars: Grammars) -> None:
+        """`grammars`: of the model's tokenizer."""
+        self._runner = runner
+        self._grammars = grammars
+
+    async def _constraint(
+        self, request: GenerateRequest, output_token_ids: Sequence[int]
+    ) -> Constraint | None:
+        """Follow the request's grammar to where its answer is, on other threads than the engine's.
+
+        Raises:
+            GrammarFailedError: it cannot be compiled, or the tokens do not match it.
+        """
+        if (grammar := request.sampling.grammar) is None:
+            return None
+        return await self._grammars.begin_aside(grammar, output_token_ids)
+
+    async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
+        """Put it where the model takes it from."""
+        await self._runner.call(lambda engine: engine.fill(sequence, medium, feature))
+
+    async def abort(self, sequence: str) -> None:
+        """Free its blocks."""
+        with suppress(EngineDeadError):
+            await self._runner.call(lambda engine: engine.abort(sequence))
+
+    async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
+        """Copy the range, on the engine's device."""
+        read: list[torch.Tensor] = await self._runner.call(
+            lambda engine: engine.read_kv(sequence, start, end)
+        )
+        return read
+
+    async def reserve(
+        self,
+        sequence: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        prefix: Sequence[bytes],
+        companion_tokens: int = 0,
+    ) -> int:
+        """Take blocks from the pool, and share those of the prefix cache."""
+        cached: int = await self._runner.call(
+            lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens, prefix, companion_tokens)
+        )
+        return cached
+
+    async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:
+        """Write to the reserved blocks."""
+        await self._runner.call(lambda engine: engine.write_kv(sequence, start, tensors))
+
+
+class SteppedHost(EngineHost):
+    """Runs an engine on a thread of its own."""
+
+    def __init__(self, pod: Pod, device: torch.device) -> None:
+        super().__init__(pod)
+        self._device = device
+        self._runner: EngineRunner[Any] | None = None
+
+    def _run(self, engine: Reporting) -> EngineRunner[Any]:
+        """Start the thread."""
+        file = self._pod.settings.turns if self._device.type == "cpu" else ""
+        turns = Turns(Path(file)) if file else None
+        self._runner = EngineRunner(engine, self.outputs.put_nowait, self._pod.tasks.failed, turns)
+        self._runner.start()
+        return self._runner
+
+    async def warm_up(self) -> None:
+        """Run what sequences will run."""
+        await warm_up(
+            {"engine": self._warm_up_engine}, self._pod.startup, self._device, self._warm_up_limit_seconds()
+        )
+
+    def _warm_up_limit_seconds(self) -> float:
+        return LIMIT_SECONDS
+
+    async def _warm_up_engine(self) -> None:
+        assert self._runner is not None
+        await self._runner.call(lambda engine: engine.warm_up())
+
+    def taken(self) -> None:
+        """The thread may post one more."""
+        assert self._runner is not None
+        self._runner.taken()
+
+    async def _sampled(self, most_identities: int, *, again: bool) -> tuple[EngineStats, CacheDelta] | None:
+        if self._runner is None:
+            return None
+
+        def look(engine: Reporting) -> tuple[EngineStats, CacheDelta]:
+            if again:
+                engine.prefix_changes.restart()
+            return engine.stats(), engine.prefix_changes.take(most_identities)
+
+        return await self._runner.call(look)
+
+    async def stop(self) -> None:
+        """End the engine's thread after its current step."""
+        if self._runner is not None:
+            await self._runner.stop(5.0)
+
+    def progress(self) -> dict[str, Progress]:
+        """The engine's turns."""
+        if (runner := self._runner) is None:
+            return {}
+        return {"engine": Progress(lambda: time.monotonic() - runner.last_progress, LIVENESS_SECONDS)}

@@ -1,0 +1,1 @@
+"""What the spec means for vLLM, until its engine core is there: arguments, environment, weights, adapters."""
