@@ -16,7 +16,7 @@ from mmd_workers.gateway.api.messages import messages_request
 from mmd_workers.gateway.api.openapi import OPERATIONS
 from mmd_workers.gateway.api.responses import responses_request
 from mmd_workers.gateway.basics.strict import Explained, Ignored, NotServed, Strict
-from mmd_workers.gateway.intake.prompt_content import chat_request
+from mmd_workers.gateway.content import chat_request
 
 PAGE = Path(__file__).with_name("api.md")
 BEGIN = "<!-- Generated from workers/mmd_workers/gateway by `make crds`, up to the next comment. Do not edit. -->\n"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mmd_api.spec.pools import DecodeSpec
-from mmd_operator.observed.observed import PodView, problems
+from mmd_operator.observed import problems
+from mmd_operator.observed.observed import PodView
 from mmd_operator.observed.problems import (
     _SEVERITY,
     Deadlines,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmd_operator.resources.sentences import sentence_of
 from mmd_operator.rollout.next_step import STAGES, STEPS
-from mmd_operator.status.deployment_status import conditions
+from mmd_operator.status import conditions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
 RULES = (

@@ -12,12 +12,7 @@ from mmd_api.pipeline import pipeline_revision
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION
 from mmd_operator.kube.pod_client import NoAnswerError
-from mmd_operator.observed.observed import (
-    SCALER_FIELD_MANAGER,
-    SURGE_FIELD_MANAGER,
-    Observed,
-    child_of,
-)
+from mmd_operator.observed.observed import SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER, Observed, child_of
 from mmd_operator.rollout.next_step import Step, next_step
 from mmd_operator.scaling.pool_scaling import PoolScaling, ScalingView
 from mmd_operator.sizes.pending_growth import PendingGrowth

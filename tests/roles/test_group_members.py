@@ -22,9 +22,9 @@ from mmd_workers.process.group import Follower, Leader
 from mmd_workers.process.pod import Pod
 from mmd_workers.vllm_engine import host as host_module
 from mmd_workers.vllm_engine.host import VllmHost
+from mmd_workers.vllm_engine.ranks import follower as follower_module
+from mmd_workers.vllm_engine.ranks import together
 from mmd_workers.vllm_engine.ranks.follower import FollowerProcess
-from mmd_workers.vllm_engine.ranks.rank_executor import follower as follower_module
-from mmd_workers.vllm_engine.ranks.rank_executor import together
 from mmd_workers.vllm_engine.ranks.together import MemberEndedError, StuckError, until_ended
 from mmd_workers.vllm_engine.reasons import weight
 from support.harness.waiting import until

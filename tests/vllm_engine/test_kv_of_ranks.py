@@ -13,8 +13,8 @@ from mmd_api.contract.errors import EngineDeadError, UnsupportedModelError
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.sequences.links import device_of_kv
 from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.ranks import kv_of_ranks
 from mmd_workers.vllm_engine.ranks.kv_of_ranks import KvShare, RankedKv
-from mmd_workers.vllm_engine.ranks.rank_executor import kv_of_ranks
 
 from . import cores
 

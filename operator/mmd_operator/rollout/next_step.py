@@ -21,7 +21,7 @@ from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import StepEffect
 from mmd_operator.observed.observed import Child, ObjectKey, Observed, PoolGrowth
 from mmd_operator.resources.naming import Manifest
-from mmd_operator.rollout.next_step import rollout_steps as steps
+from mmd_operator.rollout import rollout_steps as steps
 from mmd_operator.rollout.rollout_steps import RolloutState, StepResult
 from mmd_operator.sizes.replacement import Replacement
 

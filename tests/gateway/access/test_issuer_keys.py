@@ -14,8 +14,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from mmd_api.contract.errors import InvalidTokenError, IssuerUnavailableError
+from mmd_workers.gateway.access import issuer as module
 from mmd_workers.gateway.access.issuer import IssuerKeys
-from mmd_workers.gateway.access.keys import issuer as module
 from mmd_workers.observe.metrics import Metrics
 from tests.gateway.local_issuer import (
     DISCOVERY,

@@ -13,8 +13,8 @@ from mmd_api.contract.errors import (
     UnknownTenantError,
 )
 from mmd_api.tenants import hash_of, new_key, parse_tenants
+from mmd_workers.gateway.access import keys as access_module
 from mmd_workers.gateway.access.keys import Access, KnownTenant, LiveKeys
-from mmd_workers.gateway.access.keys import keys as access_module
 from mmd_workers.gateway.placement.timeline import Timeline, Timelines
 from mmd_workers.observe.metrics import Metrics
 

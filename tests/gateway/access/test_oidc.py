@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from mmd_api.tenants import hash_of, new_key
-from mmd_workers.gateway.access.keys import issuer as issuer_module
+from mmd_workers.gateway.access import issuer as issuer_module
 from tests.gateway.local_issuer import AUDIENCE, KEYS, LocalIssuer, public_jwk, rsa_key, running_issuer
 from tests.gateway.running import Launch, Running
 from tests.gateway.scripted import answer_well

@@ -24,17 +24,11 @@ from mmd_workers.gateway.basics import body
 from mmd_workers.gateway.basics.api_errors import api_error
 from mmd_workers.gateway.basics.strict import Ignored
 from mmd_workers.gateway.constraints import call_parser
+from mmd_workers.gateway.content import chat_request, completion_request, conversation, response_format, tools
 from mmd_workers.gateway.content.parts import PART_TYPES
 from mmd_workers.gateway.idempotency import repeats, retained
-from mmd_workers.gateway.intake.intake import intake, logit_rules, tenant_files
-from mmd_workers.gateway.intake.prompt_content import (
-    chat_request,
-    completion_request,
-    conversation,
-    response_format,
-    tools,
-)
-from mmd_workers.gateway.picker.endpoint_picker import ext_proc
+from mmd_workers.gateway.intake import intake, logit_rules, tenant_files
+from mmd_workers.gateway.picker import ext_proc
 from mmd_workers.gateway.process import admin
 from mmd_workers.observe import server
 from mmd_workers.wire import stored_files

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from mmd_workers.gateway.answers.answer_budget import answer_budget
+from mmd_workers.gateway.answers import answer_budget
 from tests.gateway.media import mp4, png, url, wav
 from tests.gateway.running import Launch, Running
 from tests.gateway.scripted import HalfFirst

@@ -8,8 +8,8 @@ import pytest
 
 from mmd_api.contract.subjects import Subjects
 from mmd_workers.gateway.basics.media_hold import MediaHold, RequestReservation
+from mmd_workers.gateway.intake import encode_on_upload
 from mmd_workers.gateway.intake.encode_on_upload import EncodeOnUpload
-from mmd_workers.gateway.intake.intake import encode_on_upload
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.wire.stored_files import StoredFile

@@ -12,8 +12,8 @@ import pytest_asyncio
 from mmd_api.contract.errors import OverloadedError
 from mmd_api.spec.media import MediaPolicy, VideoPolicy
 from mmd_workers.gateway.content.parts import MediaSource
+from mmd_workers.gateway.intake import frame_search
 from mmd_workers.gateway.intake.frame_search import FrameSearch, default_choice
-from mmd_workers.gateway.intake.intake import frame_search
 from mmd_workers.media.choice import NO_CHOICE, FoundFrames, SamplingChoice
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.probe import probe

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from mmd_workers.gateway.picker.endpoint_picker import pick_process
+from mmd_workers.gateway.picker import pick_process
 from mmd_workers.gateway.picker.ext_proc_messages import (
     MAX_HEAD_BYTES,
     MAX_MESSAGE_BYTES,

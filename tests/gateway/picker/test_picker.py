@@ -21,8 +21,8 @@ import pytest
 
 from mmd_api.contract.load import PodLoad
 from mmd_cli.local.pods import free_port
+from mmd_workers.gateway.picker import endpoint_picker as picker_module
 from mmd_workers.gateway.picker.endpoint_picker import EndpointPicker
-from mmd_workers.gateway.picker.endpoint_picker import endpoint_picker as picker_module
 from mmd_workers.gateway.picker.pick_messages import Report, Setup, View
 from mmd_workers.gateway.picker.picks import GatewayLoad
 from mmd_workers.observe.metrics import Metrics

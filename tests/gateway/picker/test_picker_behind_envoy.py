@@ -17,7 +17,8 @@ import pytest
 from aiohttp import web
 
 from mmd_cli.local.pods import free_port
-from mmd_workers.gateway.picker.endpoint_picker import EndpointPicker, pick_process
+from mmd_workers.gateway.picker import pick_process
+from mmd_workers.gateway.picker.endpoint_picker import EndpointPicker
 from mmd_workers.gateway.picker.pick_messages import Report, Setup, View
 from mmd_workers.gateway.picker.pick_process import PickServer
 from mmd_workers.gateway.picker.picks import GatewayLoad

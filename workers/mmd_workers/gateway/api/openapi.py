@@ -18,7 +18,7 @@ from mmd_workers.gateway.api.files.upload_form import PURPOSES
 from mmd_workers.gateway.api.messages import messages_request
 from mmd_workers.gateway.api.responses import responses_request
 from mmd_workers.gateway.basics.strict import NotServed, Strict
-from mmd_workers.gateway.intake.prompt_content import chat_request, completion_request
+from mmd_workers.gateway.content import chat_request, completion_request
 
 PATH = "/openapi.json"
 _REFERENCE = "#/components/schemas/{model}"

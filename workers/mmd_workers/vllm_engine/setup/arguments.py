@@ -19,7 +19,7 @@ from mmd_workers.model.prompt import KvLayout
 from mmd_workers.process.pod import Pod
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
 from mmd_workers.vllm_engine import features, sampling, structured
-from mmd_workers.vllm_engine.ranks.rank_executor import rank_executor, worker
+from mmd_workers.vllm_engine.ranks import rank_executor, worker
 from mmd_workers.vllm_engine.setup import extra_arguments, lora, weights
 
 CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of this

@@ -21,8 +21,8 @@ from mmd_workers.sequences.links import device_of_kv
 from mmd_workers.vllm_engine.core import VllmCore, set_num_threads
 from mmd_workers.vllm_engine.features import shelf_of
 from mmd_workers.vllm_engine.kv import PagedKv
+from mmd_workers.vllm_engine.ranks import rank_executor
 from mmd_workers.vllm_engine.ranks.kv_of_ranks import Kv, RankedKv
-from mmd_workers.vllm_engine.ranks.rank_executor import rank_executor
 from mmd_workers.vllm_engine.requests import FRAMES, RequestBuilder
 from mmd_workers.vllm_engine.setup import lora
 from mmd_workers.vllm_engine.setup.arguments import engine_arguments, feature_row_bytes
