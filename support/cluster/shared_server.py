@@ -14,13 +14,14 @@ from kubernetes import client
 
 from mmd_api.crd import custom_resource_definition
 from mmd_api.pool_resource import pool_definition
-from support.cluster.control_plane import START_SECONDS, TOKEN, ControlPlane
+from support.cluster.control_plane import TOKEN, ControlPlane
 from support.cluster.definitions import OF_USERS, establish
 from support.cluster.operator_process import OperatorProcess
 from support.cluster.quick_pauses import QUICK_PAUSES
 from support.servers.kept import Facts, Kept, keep
 
 LEASE_NAMESPACE = "default"
+START_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def administrator(url: str) -> client.ApiClient:
 
 def shared_in(folder: Path) -> Kept:
     """The server of a run. `folder`: the same for all processes of the run."""
-    return Kept(folder, [sys.executable, "-m", __name__, str(folder)], 2 * START_SECONDS)
+    return Kept(folder, [sys.executable, "-m", __name__, str(folder)], START_SECONDS)
 
 
 @contextmanager
