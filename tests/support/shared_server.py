@@ -14,13 +14,14 @@ from kubernetes import client
 
 from mmd_api.crd import custom_resource_definition
 from mmd_api.pool_resource import pool_definition
-from tests.support.control_plane import START_SECONDS, TOKEN, ControlPlane
+from tests.support.control_plane import TOKEN, ControlPlane
 from tests.support.definitions import OF_USERS, establish
 from tests.support.kept import Facts, Kept, keep
 from tests.support.operator_process import OperatorProcess
 from tests.support.quick_pauses import QUICK_PAUSES
 
 LEASE_NAMESPACE = "default"
+START_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def administrator(url: str) -> client.ApiClient:
 
 def shared_in(folder: Path) -> Kept:
     """The server of a run. `folder`: the same for all processes of the run."""
-    return Kept(folder, [sys.executable, "-m", __name__, str(folder)], 2 * START_SECONDS)
+    return Kept(folder, [sys.executable, "-m", __name__, str(folder)], START_SECONDS)
 
 
 @contextmanager
