@@ -62,6 +62,7 @@ TEST = (
     pytest_leg(
         "apiserver", 10, "-n", "3", "--dist", "loadgroup", "-m", "not drill", "tests/apiserver", cores=1
     ),
+    pytest_leg("deployments", 10, "-m", "deployment and not drill", *DEPLOYMENTS, cores=1),
     pytest_leg(
         "vllm-engine",
         8,
@@ -69,7 +70,6 @@ TEST = (
         python=VLLM_PYTHON,
         cores=1,
     ),
-    pytest_leg("deployments", 10, "-m", "deployment and not drill", *DEPLOYMENTS, cores=1),
 )
 QUICK = units("quick", 20, "not drill and not deployment and not processes")
 """Those that start no worker, gateway or operator as a process of its own."""

@@ -42,6 +42,7 @@ MAX_AGAIN = 5
 MAX_FLAKY = 2
 AGAIN_MINUTES = 6
 OUTPUT_LINES = 30
+ERROR_LINES = 8
 NO_PROGRAM = 127
 """The exit status of a leg whose program is missing."""
 
@@ -252,7 +253,7 @@ def may_have_failed_by_chance(failed: dict[str, Any]) -> bool:
     too long, or lost a connection.
     """
     wrong = failed.get("answers") and failed.get("check")
-    return failed["system"] and not wrong and "BrokenPromise" not in failed["output"]
+    return failed["system"] and not wrong and not failed.get("broken")
 
 
 def may_run_again(run: Run) -> list[str]:
@@ -286,8 +287,11 @@ def too_flaky(flaky: Iterable[str]) -> bool:
 
 
 def indented_end(text: str) -> str:
-    lines = text.rstrip().splitlines()[-OUTPUT_LINES:]
-    return "\n".join(f"   | {line[:300]}" for line in lines)
+    """The last lines, and before them those with what did not hold: logs may follow it."""
+    lines = text.rstrip().splitlines()
+    last = lines[-OUTPUT_LINES:]
+    errors = [line for line in lines[:-OUTPUT_LINES] if line.startswith("E  ")][-ERROR_LINES:]
+    return "\n".join(f"   | {line[:300]}" for line in (*errors, *last))
 
 
 def summary(runs: Sequence[Run], flaky: Sequence[str], notes: Sequence[str] = ()) -> str:

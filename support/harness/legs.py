@@ -27,6 +27,7 @@ PROGRAMS = frozenset(
 
 CPU = "cpu seconds"
 CHECK = "a check did not hold"
+BROKEN = "a promise was broken"
 
 #: What pytest-xdist appends to the node id of a test in a group.
 GROUP = re.compile(r"(?<=[\]\w])@[\w-]+$")
@@ -86,7 +87,18 @@ def pytest_runtest_makereport(
         report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
     if call.excinfo is not None:
         report.user_properties.append((CHECK, isinstance(call.excinfo.value, AssertionError)))
+        report.user_properties.append((BROKEN, breaks_a_promise(call.excinfo.value)))
     return report
+
+
+def breaks_a_promise(error: BaseException | None) -> bool:
+    """Whether an error is a broken promise, or was raised because of one, alone or among others."""
+    if error is None:
+        return False
+    if type(error).__name__ == "BrokenPromiseError":
+        return True
+    among = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return any(map(breaks_a_promise, (*among, error.__cause__, error.__context__)))
 
 
 class Outcomes:
@@ -136,6 +148,7 @@ class Outcomes:
             output=output,
             answers="deployment" in report.keywords or "drill" in report.keywords,
             check=dict(report.user_properties).get(CHECK, False),
+            broken=dict(report.user_properties).get(BROKEN, False),
         )
 
     def _line(self, **facts: Any) -> None:

@@ -52,6 +52,7 @@ async def until(
     changed: an event that is set whenever the condition may have changed; it replaces the pause.
     retried: further exceptions that are complaints, such as the connection error of a process that still starts.
     """
+    __tracebackhide__ = True
     wait = _Wait(condition, what)
     try:
         while True:
@@ -93,6 +94,7 @@ def wait_until(
 
     seconds: a deadline, for programs, which no timeout of pytest ends, and for tests whose subject it is.
     """
+    __tracebackhide__ = True
     wait = _Wait(condition, what, seconds)
     try:
         while True:
@@ -115,6 +117,7 @@ def wait_until(
 
 def eventually(check: Callable[[], T], seconds: float | None = None) -> T:
     """Repeat a check until it raises neither an AssertionError nor a LookupError, and return its value, which may be false."""
+    __tracebackhide__ = True
     (value,) = wait_until(
         lambda: (check(),),
         lambda: _source(check),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +52,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if not shares_server(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("own-operator"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows what the test's own operator logged last, and what it does."""
+    report = yield
+    operator = getattr(item, "funcargs", {}).get("operator")
+    if call.when == "call" and report.failed and isinstance(operator, OperatorProcess):
+        report.sections.append(("The operator", operator.stacks()))
+    return report
 
 
 @pytest.hookimpl(trylast=True)
