@@ -1,1 +1,1 @@
-"""From tokens to parts of an answer, the memory that answers take, and the HTTP response that carries them. Knows the shape of no API."""
+"""Turns tokens into parts of answers, budgets the memory of answers, and writes HTTP responses. Knows the shape of no API."""

@@ -1,6 +1,6 @@
-"""Memory that answers take until they are sent: how much one may need, its share of the common budget. Independent of HTTP.
+"""The memory of answers until they are sent: the size of a request's answers and their share of the common budget. Independent of HTTP.
 
-An answer is reserved at its full length before it is placed, so that one that has begun always has room to end.
+An answer is reserved at its full length before it is placed, so an answer that has begun always has room to finish.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from mmd_workers.gateway.basics.media_hold import (
 )
 
 ALLOWANCE_BYTES = 2 << 20
-"""Of each answer: text of 40,000 tokens, or of 600 tokens with 20 log probabilities each."""
-BUDGET_DIVISOR = 4  # of the gateway's memory
-SHARE_DIVISOR = 4  # of the budget: what one request may hold, so that no request takes what all need
-STREAMED_TOKEN_BYTES = (
-    16  # an id, in an array that copies itself to grow; the text of a stream is sent as it comes
-)
-TOKEN_BYTES = 48  # an id, its text, and the copies that are made of it at the end
+"""Each answer's allowance: text of 40,000 tokens, or 600 tokens with 20 log probabilities each."""
+BUDGET_DIVISOR = 4  # the budget is the gateway's memory divided by this
+SHARE_DIVISOR = 4  # one request may hold the budget divided by this, so that it cannot starve the others
+STREAMED_TOKEN_BYTES = 16  # an id, in an array that copies itself to grow; the text is sent as it comes
+TOKEN_BYTES = 48  # an id, its text, and the copies made of both at the end
 RETURNED_ID_BYTES = 48
-LOGPROBS_BYTES = 640  # of a token as it arrives, or as the JSON that it becomes
-ECHO_BYTES = 16  # of a character, which takes up to four, and the copies that are made of it
-ALTERNATIVE_BYTES = 160  # more for each of the likeliest tokens
+TOKEN_LOGPROBS_BYTES = 640  # as the log probability arrives, or as its JSON
+ECHO_CHARACTER_BYTES = 16  # up to four for the character, and the copies made of it
+ALTERNATIVE_BYTES = 160  # added for each of the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSize:
-    """What decides how much memory a request's answers take."""
+    """Determines how much memory the answers to a request take.
+
+    `prompts`: number of prompts of a text completion, whose answers `n` counts together; 0 for a chat. `echo_characters`: characters of the
+    request that its answers repeat. `echo_tokens`: tokens of these, if their log probabilities are requested.
+    """
 
     n: int
     max_tokens: int
@@ -41,42 +43,42 @@ class AnswerSize:
     top_logprobs: int
     token_ids: bool
     stream: bool = False
-    prompts: int = 0  # of text completions, which `n` counts the answers of; 0: a chat
-    echo_characters: int = 0  # of the request, that the answers repeat
-    echo_tokens: int = 0  # that those are, where log probabilities of them are wanted
+    prompts: int = 0
+    echo_characters: int = 0
+    echo_tokens: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """What all its answers take at most."""
-        echo = ECHO_BYTES * self.echo_characters
+        """The most bytes that all answers take."""
+        echo = ECHO_CHARACTER_BYTES * self.echo_characters
         if self.stream and not self.logprobs:
             return self.n * self.max_tokens * STREAMED_TOKEN_BYTES + echo
         token = TOKEN_BYTES + RETURNED_ID_BYTES * self.token_ids
         if self.logprobs:
-            token += LOGPROBS_BYTES + ALTERNATIVE_BYTES * self.top_logprobs
+            token += TOKEN_LOGPROBS_BYTES + ALTERNATIVE_BYTES * self.top_logprobs
         return (self.n * self.max_tokens + self.echo_tokens) * token + echo
 
     @property
     def fields(self) -> list[str]:
-        """Fields of the request that make it smaller, the most effective one first."""
-        likeliest = "top_logprobs" if self.top_logprobs and not self.prompts else "logprobs"
-        several = "prompt" if self.prompts > 1 else "n"
+        """Fields of the request that reduce this size, the most effective first."""
+        logprobs_field = "top_logprobs" if self.top_logprobs and not self.prompts else "logprobs"
+        count_field = "prompt" if self.prompts > 1 else "n"
         return [
-            *([likeliest] if self.logprobs else []),
-            *([several] if self.n > 1 else []),
+            *([logprobs_field] if self.logprobs else []),
+            *([count_field] if self.n > 1 else []),
             *(["echo"] if self.echo_characters and self.prompts else []),
             "max_tokens",
         ]
 
 
 class AnswerShare(Share):
-    """The share of one request's answers."""
+    """One request's share of the answer budget."""
 
     async def reserve(self, size: AnswerSize) -> None:
-        """Take room for answers of this size.
+        """Reserve room for answers of this size.
 
         Raises:
-            ApiError: 503, there was none in time; 400, there can never be.
+            ApiError: 503 if there was no room in time; 400 if there can never be.
         """
         fields, budget, share = size.fields, self._budget.budget_bytes, self._budget.share_bytes
         lower = " or ".join([", ".join(fields[:-1]), fields[-1]] if len(fields) > 1 else fields)
@@ -106,7 +108,7 @@ class AnswerShare(Share):
 
 
 def answer_budget(memory_bytes: int) -> Budget:
-    """The budget for answers of a gateway with so much memory."""
+    """The answer budget of a gateway with this much memory."""
     return Budget(
         memory_bytes // BUDGET_DIVISOR,
         allowance_bytes=ALLOWANCE_BYTES,

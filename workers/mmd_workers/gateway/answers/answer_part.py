@@ -1,4 +1,4 @@
-"""What an answer grows by, in the shape of no API. Independent of HTTP, workers and the model."""
+"""The parts of an answer, in a form independent of any API, of HTTP, workers and the model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mmd_workers.gateway.constraints.reasoning_parser import ReasoningPart
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 Piece = str | CallPart | ReasoningPart
-"""Text of an answer, or a part of a call or of the reasoning."""
+"""Text of an answer, part of a call, or part of the reasoning."""
 
 
 class Candidate(NamedTuple):
-    """A token that might have been chosen. `text`: what it decodes to on its own."""
+    """A token that could have been chosen. `text`: the token decoded on its own."""
 
     text: str
     logprob: float
@@ -24,8 +24,9 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class ScoredToken:
-    """A token with its log probability and the likeliest tokens at its place. `logprob`: None for the first token of a prompt, which follows
-    nothing.
+    """A token with its log probability and the likeliest tokens in its position.
+
+    `logprob`: None for the first token of a prompt, which has no context.
     """
 
     text: str
@@ -37,8 +38,9 @@ class ScoredToken:
 class AnswerPart:
     """A part of one choice's answer.
 
-    `begins`: whether it is the choice's first part. `pieces`: text, reasoning and calls in their order. `logprobs`: of its tokens; None
-    where the request asks for none. `prompt_logprobs`: of the prompt, in the first part. `stop`: the stop string that ended the answer.
+    `begins`: True for the choice's first part. `pieces`: text, reasoning and calls in order. `logprobs`: log probabilities of the part's
+    tokens; None if the request asks for none. `prompt_logprobs`: log probabilities of the prompt, in the first part only. `stop`: the stop
+    string that ended the answer.
     """
 
     index: int
@@ -52,15 +54,15 @@ class AnswerPart:
 
     @property
     def content(self) -> str:
-        """Its text, without reasoning and calls."""
+        """The text, without reasoning and calls."""
         return "".join(piece for piece in self.pieces if isinstance(piece, str))
 
     @property
     def reasoning(self) -> str:
-        """The text of its reasoning."""
+        """The text of the reasoning."""
         return "".join(piece.text for piece in self.pieces if isinstance(piece, ReasoningPart))
 
     @property
     def calls(self) -> list[CallPart]:
-        """Its parts of calls."""
+        """The parts of calls."""
         return [piece for piece in self.pieces if isinstance(piece, CallPart)]

@@ -1,4 +1,4 @@
-"""How answers are written: what each API implements. Independent of HTTP and workers."""
+"""Protocols for writing answers, implemented by each API. Independent of HTTP and workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmd_workers.gateway.answers.usage import Usage
 
 
 class Collector(Protocol):
-    """One of the answers as it is collected to be sent in one piece."""
+    """Collects one answer that is sent in one piece."""
 
     def add(self, part: AnswerPart) -> None:
         """Take the next part of the answer."""
@@ -18,31 +18,32 @@ class Collector(Protocol):
 
 
 class AnswerShape(Protocol):
-    """How the answers to one request are written. `head`: id, created, model. `keeps_text`: a stream repeats its text at the end. `waiting`:
-    an event of a stream that has no news.
+    """Writes the answers to one request in the form of one API.
+
+    `head`: id, created, model. `keeps_text`: True if a stream repeats its text at the end. `waiting`: event of a stream with nothing new to send.
     """
 
     keeps_text: bool
     waiting: str
 
     def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
-        """Events that begin a stream."""
+        """The events that begin a stream."""
         ...
 
     def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
-        """The event with this part of an answer."""
+        """The event that carries this part of an answer."""
         ...
 
     def ending(self, head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
-        """Events that end a stream."""
+        """The events that end a stream."""
         ...
 
     def collector(self, index: int) -> Collector:
-        """Collects one of the answers."""
+        """A collector for the answer with this index."""
         ...
 
     def body(
         self, head: dict[str, Any], wholes: Sequence[Any], usage: Usage, timings: dict[str, float] | None
     ) -> list[bytes]:
-        """JSON of all the answers, in pieces."""
+        """The JSON of all answers, in pieces."""
         ...

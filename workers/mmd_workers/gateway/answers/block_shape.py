@@ -1,4 +1,4 @@
-"""What Anthropic's messages and OpenAI's responses have in common: one answer, which consists of blocks. Independent of HTTP and workers."""
+"""The common part of Anthropic's messages and OpenAI's responses: one answer made of blocks. Independent of HTTP and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmd_workers.gateway.constraints.reasoning_parser import ReasoningPart
 
 
 class AnswerBlock:
-    """Text of an answer, its reasoning, or one of its calls. `call_id`, `name`: of a call."""
+    """Text of an answer, its reasoning, or one of its calls. `call_id` and `name` are set for calls only."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class AnswerBlock:
         self._text = io.StringIO()
 
     def write(self, text: str) -> None:
-        """Add to it."""
+        """Append text to the block."""
         self._text.write(text)
 
     @property
@@ -37,7 +37,7 @@ class AnswerBlock:
 
 
 class WholeAnswer:
-    """An answer as it is collected, where blocks of reasoning, text and calls are all that is shown of it."""
+    """Collects an answer as blocks of reasoning, text and calls, and nothing else."""
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
@@ -51,48 +51,48 @@ class WholeAnswer:
         self.end(part)
 
     def take(self, piece: Piece) -> bool:
-        """Take a piece. Returns whether it begins a block, the last one."""
-        before = len(self.blocks)
-        last = self.blocks[-1].kind if self.blocks else None
+        """Take a piece. Returns True if it begins a new block, which is then the last one."""
+        num_before = len(self.blocks)
+        last_kind = self.blocks[-1].kind if self.blocks else None
         if isinstance(piece, str):
             text = piece
-            if last != "text":
+            if last_kind != "text":
                 self.blocks.append(AnswerBlock())
         elif isinstance(piece, ReasoningPart):
             text = piece.text
-            if last != "reasoning":
+            if last_kind != "reasoning":
                 self.blocks.append(AnswerBlock("reasoning"))
         else:
             text = piece.arguments
             if piece.id is not None:
                 self.blocks.append(AnswerBlock("call", piece.id, piece.name))
         self.blocks[-1].write(text)
-        return len(self.blocks) > before
+        return len(self.blocks) > num_before
 
     def end(self, part: AnswerPart) -> None:
-        """Take how the answer ended, if it did."""
+        """Record how the answer ended, if this part ends it."""
         if part.finish_reason is not None:
             self.finish_reason, self.stop = part.finish_reason, part.stop
 
     @property
     def shown(self) -> list[AnswerBlock]:
-        """Its blocks; an answer of nothing has an empty one."""
+        """The blocks; an empty answer has one empty block."""
         return self.blocks or [AnswerBlock()]
 
 
 class OneAnswer(ABC):
-    """Answers to requests that have one answer, of blocks. `_streamed`: what a stream has had of it."""
+    """Writes the single answer of a request as blocks. `_streamed`: the blocks sent so far on a stream."""
 
     def __init__(self) -> None:
         self._streamed = WholeAnswer()
 
     def chunk(self, _head: dict[str, Any], part: AnswerPart) -> str:
-        """The events with this part of the answer; empty where it has neither reasoning nor text nor calls."""
+        """The events for this part of the answer; empty if it has no reasoning, text or calls."""
         self._streamed.end(part)
         return "".join(event for piece in part.pieces for event in self._piece(piece))
 
     def collector(self, _index: int) -> WholeAnswer:
-        """Collects the answer."""
+        """A collector for the answer."""
         return WholeAnswer()
 
     def body(
@@ -102,21 +102,21 @@ class OneAnswer(ABC):
         usage: Usage,
         timings: dict[str, float] | None,
     ) -> list[bytes]:
-        """JSON of the answer."""
+        """The JSON of the answer."""
         (whole,) = wholes
         return [to_json(self._whole(head, whole, usage, timings))]
 
     @abstractmethod
     def _piece(self, piece: Piece) -> Iterator[str]:
-        """The events with a piece of the answer."""
+        """The events for one piece of the answer."""
 
     @abstractmethod
     def _whole(
         self, head: dict[str, Any], whole: WholeAnswer, usage: Usage, timings: dict[str, float] | None
     ) -> dict[str, Any]:
-        """The whole answer."""
+        """The complete answer."""
 
 
 def named_event(value: dict[str, Any]) -> str:
-    """A server-sent event that has its type as its name."""
+    """A server-sent event named after its type."""
     return f"event: {value['type']}\ndata: {to_json(value).decode()}\n\n"

@@ -1,4 +1,4 @@
-"""From tokens to the parts of an answer: text, stop strings, reasoning, calls, log probabilities. Independent of HTTP and workers."""
+"""Turns tokens into parts of an answer: text, stop strings, reasoning, calls, log probabilities. Independent of HTTP and workers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmd_workers.model.interfaces import Frontend
 from mmd_workers.wire.messages.message_parts import PromptLogprob, TokenLogprob
 
 TOKENS_AT_ONCE = 16
-"""The most tokens of a part: where a client reads slowly many wait, and with log probabilities each may take 15 KB."""
+"""The most tokens in a part: many wait if a client reads slowly, and each may take 15 KB with log probabilities."""
 
 
 class ChoiceStream:
-    """One of the n answers of a request, as it grows."""
+    """One of the n answers to a request, while it grows."""
 
     def __init__(
         self,
@@ -36,8 +36,11 @@ class ChoiceStream:
         parser: CallParser | None = None,
         reasoning: ReasoningParser | None = None,
     ) -> None:
-        """`stop_token_ids`: tokens that are no text where they end the answer. `min_tokens`: of those no stop string ends it. `parser`: reads
-        the calls of tools in it. `reasoning`: tells its reasoning from the rest. Stop strings end it in its reasoning, too, as in vLLM.
+        """Creates the stream of one choice.
+
+        `stop_token_ids`: tokens that are not text if they end the answer. `min_tokens`: within this many tokens no stop string ends the
+        answer. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its
+        reasoning, as in vLLM.
         """
         self.index = index
         self.sequence = sequence
@@ -46,29 +49,29 @@ class ChoiceStream:
         self._frontend = frontend
         self._parser = parser
         self._reasoning = reasoning
-        kept = frozenset(
+        marker_ids = frozenset(
             token_id for reader in (parser, reasoning) if reader for token_id in reader.token_ids
         )
-        self._detokenizer = IncrementalDetokenizer(functools.partial(frontend.decode, kept=kept))
+        self._detokenizer = IncrementalDetokenizer(functools.partial(frontend.decode, kept=marker_ids))
         self._scanner = StopScanner(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._token_ids = token_ids
-        self._begun = False
+        self._has_begun = False
 
     def advance(self) -> AnswerPart | None:
-        """The next part, of the tokens that have arrived, at most `TOKENS_AT_ONCE`; None: nothing to show.
+        """The next part, made from at most `TOKENS_AT_ONCE` arrived tokens; None if there is nothing to show.
 
         Raises:
-            MmdError: the sequence failed, after everything before the failure has been returned.
+            MmdError: the sequence failed, and everything before the failure has been returned.
         """
         if self.finish_reason is not None:
             return None
         text: list[str] = []
         scored: list[ScoredToken] = []
         token_ids: list[int] = []
-        prompt: list[ScoredToken] = []
+        prompt_scores: list[ScoredToken] = []
         for item in self.sequence.state.take(TOKENS_AT_ONCE):
             self.completion_tokens += 1
             token_ids.append(item.token_id)
@@ -81,14 +84,14 @@ class ChoiceStream:
                     self._parser.expect(item.token_id, piece)
                 text.append(self._scanner.push(piece, stops=stops))
             if self.completion_tokens == 1 and self.sequence.state.spec.sampling.prompt_logprobs:
-                prompt = self._prompt(item.prompt_logprobs)
+                prompt_scores = self._prompt(item.prompt_logprobs)
             if self._logprobs:
                 scored.append(self._scored(item))
             if item.finish_reason is not None and self._scanner.matched is None:
-                rest = self._detokenizer.flush()
+                tail = self._detokenizer.flush()
                 if self._reasoning is not None:
-                    self._reasoning.expect(None, rest)
-                text.append(self._scanner.push(rest, stops=stops))
+                    self._reasoning.expect(None, tail)
+                text.append(self._scanner.push(tail, stops=stops))
                 text.append(self._scanner.flush())
                 self.finish_reason = "length" if item.finish_reason == "length" else "stop"
             if self._scanner.matched is not None:
@@ -104,23 +107,23 @@ class ChoiceStream:
         part = AnswerPart(
             index=self.index,
             pieces=pieces,
-            begins=not self._begun,
+            begins=not self._has_begun,
             token_ids=token_ids,
             logprobs=scored if self._logprobs else None,
-            prompt_logprobs=prompt,
+            prompt_logprobs=prompt_scores,
             finish_reason=self.finish_reason,
             stop=self._scanner.matched,
         )
-        self._begun = True
+        self._has_begun = True
         return part
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of its tokens so far."""
+        """The reasoning tokens so far."""
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def _parse(self, text: str) -> list[Piece]:
-        """What the next text is, and at the end of the answer what its calls make of its finish reason."""
+        """Parses the next text into pieces; at the end of the answer, complete calls set the finish reason to `tool_calls`."""
         ended = self.finish_reason is not None
         pieces: list[Piece] = []
         if self._reasoning is None:
@@ -148,7 +151,7 @@ class ChoiceStream:
         return self._token(item.token_id, item.logprob, item.top_logprobs)
 
     def _prompt(self, logprobs: Sequence[PromptLogprob]) -> list[ScoredToken]:
-        """The tokens of the prompt; the first one follows nothing, so it has no probability."""
+        """The tokens of the prompt; the first has no context, so it has no probability."""
         first, *others = self.sequence.state.spec.token_ids
         if len(logprobs) != len(others):
             raise MmdError("the worker sent no log probabilities of the prompt, or not all")

@@ -1,5 +1,6 @@
-"""What OpenAI's chat completions and text completions have in common: streams of chunks, and a mark at the end. Independent of HTTP and
-workers.
+"""The common part of OpenAI's chat completions and text completions: streams of chunks with an end mark.
+
+Independent of HTTP and workers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mmd_workers.gateway.answers.usage import Usage
 
 
 class ChunkedShape(ABC):
-    """Streams of chunks of OpenAI's completions. `usage`: whether the last chunk has the token counts."""
+    """Writes OpenAI's completions as streams of chunks. `usage`: the last chunk has the token counts."""
 
     keeps_text = False
     waiting = ": waiting\n\n"
@@ -23,11 +24,11 @@ class ChunkedShape(ABC):
         self._usage = usage
 
     def opening(self, _head: dict[str, Any], _usage: Usage) -> Iterable[str]:
-        """Nothing: the first chunk begins the stream."""
+        """No events: the first chunk begins the stream."""
         return ()
 
     def ending(self, head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
-        """A chunk without choices where there is something to add, and the mark of the end."""
+        """A chunk without choices if there is usage or timing to add, then the end mark."""
         closing: dict[str, Any] = {}
         if self._usage:
             closing["usage"] = usage
@@ -43,12 +44,12 @@ class ChunkedShape(ABC):
 
 
 def chunk_event(chunk: BaseModel) -> str:
-    """The server-sent event of a chunk, with the fields that were set."""
+    """The server-sent event for a chunk, with only the fields that were set."""
     return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
 
 
 def left_out(timings: dict[str, float] | None, token_ids: bool) -> dict[str, Any]:
-    """The fields of a completion that its request does not ask for, as pydantic's `exclude` takes them."""
+    """The fields of a completion that its request did not ask for, in the form of pydantic's `exclude`."""
     fields: dict[str, Any] = {}
     if timings is None:
         fields["timings"] = True

@@ -1,4 +1,4 @@
-"""The response to one HTTP request: complete, in pieces, as server-sent events, or an error. Independent of workers and the model."""
+"""The response to one HTTP request: whole, in pieces, as server-sent events, or an error. Independent of workers and the model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ SendChannel = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _log = logging.getLogger(__name__)
 
-SEND_BYTES = 256 << 10  # of a long answer at once; other requests have their turn in between
+SEND_BYTES = 256 << 10  # a long answer is sent in parts of this size, so that other requests take turns
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One HTTP request that is being answered. `deadline`: Unix time by which its client wants it to end. `next_event`: number of the event
-    of another request's stream that the client gets next, where its events are numbered. A client that resumes a stream which is not kept here
-    may have got fewer.
+    """An HTTP request and the channel for its response.
+
+    `tenant`: the tenant that sent the request. `deadline`: Unix time by which the client wants the request to end. `scope`: ASGI scope from
+    the server. `next_event`: for a client that follows another request's stream with numbered events, the number of its next event; a client
+    that resumes a stream not kept here may have received fewer. `notes`: additional response headers.
     """
 
     request_id: str
@@ -41,15 +43,15 @@ class Exchange:
     timeline: Timeline
     trace: dict[str, str]
     errors: ErrorShape
-    tenant: KnownTenant | None = None  # the tenant whose request it is
+    tenant: KnownTenant | None = None
     deadline: float = math.inf
-    scope: Scope = field(default_factory=dict)  # of the server
+    scope: Scope = field(default_factory=dict)
     streaming: bool = False
     next_event: int = 0
-    notes: dict[str, str] = field(default_factory=dict)  # more response headers
+    notes: dict[str, str] = field(default_factory=dict)
 
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        """A whole JSON response."""
+        """Send a whole JSON response."""
         self.timeline.status = status
         response = Response(
             body,
@@ -60,7 +62,7 @@ class Exchange:
         await response({"type": "http"}, self.receive, self.send)
 
     async def reply_in_pieces(self, pieces: list[bytes]) -> None:
-        """A whole JSON response, joined from pieces a little at a time, because it may be hundreds of megabytes."""
+        """Send a whole JSON response, joining a few pieces at a time because it may be hundreds of megabytes."""
         self.timeline.status = 200
         headers = {
             "content-type": "application/json",
@@ -82,7 +84,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"".join(part)})
 
     async def events(self, *events: str) -> None:
-        """Server-sent events; the first call opens the stream."""
+        """Send server-sent events; the first call opens the stream."""
         if not self.streaming:
             self.streaming = True
             self.timeline.status = 200
@@ -99,7 +101,7 @@ class Exchange:
             await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def fail(self, error: ApiError) -> None:
-        """The error as a response, or as the last event of a stream that has begun."""
+        """Send the error as a response, or as the last event of a stream that has begun."""
         self.timeline.code, self.timeline.error = error.code, error.recorded
         if self.streaming:
             self.timeline.status = self.errors.status(error)
@@ -111,8 +113,12 @@ class Exchange:
 
 
 async def until_gone(receive: ReceiveChannel, answer: Any) -> None:
-    """Run `answer`, and cancel it when the client hangs up, or when this is cancelled. That it would have been refused is then no fault that
-    anyone looks for.
+    """Run `answer`, and cancel it when the client hangs up or when this call is cancelled.
+
+    After a cancellation a refusal (`ApiError`, `MmdError`) is dropped, because nobody waits for it; any other failure is logged.
+
+    Raises:
+        ClientGoneError: the client hung up before `answer` was done.
     """
     work: asyncio.Task[None] = asyncio.create_task(answer)
     gone = asyncio.create_task(_hung_up(receive))

@@ -1,4 +1,4 @@
-"""Token counts of a request, by what its prompt and its answers consist of. Independent of HTTP and workers."""
+"""Token counts of a request by modality of its prompt and kind of its output. Independent of HTTP and workers."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class Usage(BaseModel):
 def usage_of(
     layouts: Sequence[PromptLayout], completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
 ) -> Usage:
-    """Counts by modality; each prompt is counted once, whatever n."""
+    """Counts a request's tokens by modality; each prompt counts once, whatever `n` is."""
     by_modality = {"image": 0, "video": 0, "audio": 0}
     for medium in (medium for layout in layouts for medium in layout.media):
         by_modality[medium.modality] += medium.num_tokens
-    prompt = sum(len(layout.token_ids) for layout in layouts)
+    prompt_tokens = sum(len(layout.token_ids) for layout in layouts)
     return Usage(
-        prompt_tokens=prompt,
+        prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        total_tokens=prompt + completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=cached_tokens,
-            text_tokens=prompt - sum(by_modality.values()),
+            text_tokens=prompt_tokens - sum(by_modality.values()),
             image_tokens=by_modality["image"],
             video_tokens=by_modality["video"],
             audio_tokens=by_modality["audio"],

@@ -1,4 +1,4 @@
-"""Records a request that has ended: counts, latencies, whether it met the SLO, its span. Changes nothing about requests."""
+"""Records a request after its end: counts, latencies, its SLO outcome, its span. Changes nothing about requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def count_tokens(metrics: Metrics, usage: dict[str, Any]) -> None:
 
 
 def count_request(metrics: Metrics, slo: SloSpec, timeline: Timeline) -> None:
-    """Count an ended request: its outcome, its latencies, and the promises of `slo` that it kept."""
+    """Count an ended request: its outcome, its latencies, and which promises of `slo` it kept."""
     modality = timeline.modality()
     metrics.requests.labels(modality, timeline.code).inc()
     trace = exemplar(timeline.trace_id)
-    whole = (timeline.last_token or timeline.finished) - timeline.arrived
-    metrics.e2e.labels(modality).observe(whole, trace)
+    total_seconds = (timeline.last_token or timeline.finished) - timeline.arrived
+    metrics.e2e.labels(modality).observe(total_seconds, trace)
     if timeline.first_token:
         metrics.ttft.labels(modality).observe(timeline.first_token - timeline.arrived, trace)
     if timeline.code != "ok":
@@ -35,9 +35,9 @@ def count_request(metrics: Metrics, slo: SloSpec, timeline: Timeline) -> None:
 
 
 def end_trace(tracing: Tracing, timeline: Timeline, root: Root) -> None:
-    """Close the request's span; those of the workers are their own."""
-    own = [phase for pod, _, _, phase in timeline.phases if pod == "gateway"]
-    tracing.record(root.carrier, own)
+    """Close the request's span; workers record their own spans."""
+    gateway_phases = [phase for pod, _, _, phase in timeline.phases if pod == "gateway"]
+    tracing.record(root.carrier, gateway_phases)
     for attempt in timeline.attempts:
         root.event("placed", attempt.placed, **_facts_of(attempt))
     if timeline.first_token:
@@ -57,24 +57,26 @@ def _facts_of(attempt: Attempt) -> dict[str, str | float]:
 
 
 def kept_promises(timeline: Timeline, slo: SloSpec) -> dict[str, bool]:
-    """Whether a finished request kept each promise of `slo` that there is: `ttft`, and `itl` as the mean over its tokens.
+    """Tells for each promise in `slo` whether a finished request kept it: `ttft`, and `itl` as the mean over its tokens.
 
-    Failures that the client caused (a bad request, more than its limits allow, hanging up, a deadline of its own) are not counted; a request that
-    failed otherwise kept none.
+    Failures that the client caused (an invalid request, exceeded limits, hanging up, its own deadline) are not counted; any other failed request
+    kept no promise.
     """
     if 400 <= timeline.status < 500 and timeline.code != TooManyRequestsError.code:
         return {}
     failed = timeline.code != "ok"
-    # A pod whose clock is ahead ends the request before this clock is there.
+    # A pod whose clock is ahead ends the request before this clock reaches the deadline.
     at_deadline = timeline.code == DeadlineError.code or timeline.finished >= timeline.own_deadline
     if failed and timeline.own_deadline and at_deadline:
         return {}
     kept = {}
     if slo.ttft_milliseconds is not None:
-        waited = timeline.first_token - timeline.arrived
-        kept["ttft"] = not failed and bool(timeline.first_token) and waited * 1000 <= slo.ttft_milliseconds
+        ttft_seconds = timeline.first_token - timeline.arrived
+        kept["ttft"] = (
+            not failed and bool(timeline.first_token) and ttft_seconds * 1000 <= slo.ttft_milliseconds
+        )
     gaps = timeline.usage.get("completion_tokens", 0) / max(1, len(timeline.finish_reasons)) - 1
     if slo.itl_milliseconds is not None and (failed or gaps > 0):
-        mean = (timeline.last_token - timeline.first_token) / max(gaps, 1)
-        kept["itl"] = not failed and mean * 1000 <= slo.itl_milliseconds
+        mean_gap_seconds = (timeline.last_token - timeline.first_token) / max(gaps, 1)
+        kept["itl"] = not failed and mean_gap_seconds * 1000 <= slo.itl_milliseconds
     return kept

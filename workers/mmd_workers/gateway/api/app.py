@@ -1,4 +1,4 @@
-"""The paths for clients: completions, responses, messages, tokens, models, health. What the paths of both ports share; no life of a request."""
+"""The routes for clients: completions, responses, messages, tokens, models, health, and the common part of both ports. No request handling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOR_CLIENTS = "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/me
 
 
 def build_app(gateway: Gateway) -> Starlette:
-    """What clients may reach: the API, health, the page. Unknown paths and methods get errors in the API's shape too."""
+    """The application for clients: API, health, web page. Unknown paths and methods get errors in the API's shape."""
     asks_for_key = gateway.access is not None
     is_open = [
         *health_routes(gateway),
@@ -49,9 +49,9 @@ def build_app(gateway: Gateway) -> Starlette:
 
 
 def application(gateway: Gateway, is_open: Sequence[Route], known: str) -> Starlette:
-    """The API and these routes; any other path or method gets an error that names the `known` ones.
+    """An application with the API and the routes in `is_open`; an error about any other path or method lists the `known` ones.
 
-    Where API keys are needed, whatever is not listed here as open needs one, unknown paths included.
+    If API keys are required, every path that is not in `is_open` requires one, including unknown paths.
     """
     middleware = [
         Middleware(_FarewellMiddleware, gateway=gateway),
@@ -74,17 +74,17 @@ def application(gateway: Gateway, is_open: Sequence[Route], known: str) -> Starl
         errors = errors_at(request.url.path)
         return JSONResponse(errors.body(fault, ""), errors.status(fault))
 
-    made = Starlette(
+    app = Starlette(
         middleware=middleware,
         routes=[*_api_routes(gateway), *is_open],
         exception_handlers={HTTPException: http_error},
     )
-    made.router.redirect_slashes = False  # to an address that the client's own Host header names
-    return made
+    app.router.redirect_slashes = False  # a redirect would go to the address in the client's own Host header
+    return app
 
 
 def _api_routes(gateway: Gateway) -> list[Route]:
-    """The API, which both ports serve."""
+    """The routes of the API, for both ports."""
 
     async def models(request: Request) -> Response:
         names = gateway.names_for(tenant_of(request.scope))
@@ -121,18 +121,18 @@ def _api_routes(gateway: Gateway) -> list[Route]:
 
 
 def health_routes(gateway: Gateway) -> list[Route]:
-    """For probes and load balancers, which have no key, on both ports."""
+    """The routes for probes and load balancers, on both ports and without a key."""
 
     async def health(_request: Request) -> Response:
         return JSONResponse({"status": "alive"})
 
     async def takes_traffic(_request: Request) -> Response:
-        """For probes: a gateway without workers takes requests as well, and holds them until a pool has grown from zero.
+        """Answer readiness probes.
 
-        So does one that drains. Kubernetes sends it new connections only while no other gateway is Ready, and would refuse them otherwise.
-        One that needs API keys or a certificate and has none takes none either: a rollout that turns them on stops there, and does not
-        refuse everybody.
-        One that drains because a part of it failed takes none: Kubernetes does not know that it is about to end.
+        A gateway without workers is ready: it holds requests until a pool has grown from zero. A draining gateway is ready too: Kubernetes
+        sends it new connections only while no other gateway is Ready, and would otherwise refuse them. A gateway that requires API keys or a
+        certificate and has none is not ready, so a rollout that turns them on stops there instead of refusing everybody. Nor is a gateway
+        that drains because one of its parts failed: Kubernetes does not know that it is about to end.
         """
         starting = "" if gateway.listening else "starting"
         return readiness(gateway.failed or starting or _cut_off(gateway) or gateway.unusable)
@@ -158,7 +158,7 @@ def health_routes(gateway: Gateway) -> list[Route]:
 
 
 class _FarewellMiddleware:
-    """While the gateway drains, every answer closes its connection: the next request of that client opens one to another pod."""
+    """Closes each connection after its answer while the gateway drains, so that the client's next request reaches another pod."""
 
     def __init__(self, app: Any, gateway: Gateway) -> None:
         self._app = app
@@ -174,7 +174,7 @@ class _FarewellMiddleware:
 
 
 def _model(gateway: Gateway, name: str, names: Sequence[str]) -> dict[str, Any]:
-    """An adapter names the model that it belongs to as its parent, as vLLM's server does, if that is among the `names` that the client sees."""
+    """The entry of a model. An adapter has its model as `parent`, as in vLLM, if that model is among the `names` that the client sees."""
     adapter = gateway.adapter_of(name)
     return {
         "id": name,
@@ -192,7 +192,7 @@ def _cut_off(gateway: Gateway) -> str:
 
 
 def _missing_pods(gateway: Gateway) -> str:
-    """Roles that no ready pod of this revision holds; a model that takes no media needs no encoder."""
+    """Names the roles that no ready pod of this revision holds; a model without media needs no encoder."""
     missing = [
         role
         for role, count in gateway.dispatcher.ready_pods().items()

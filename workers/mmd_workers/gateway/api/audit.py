@@ -1,4 +1,4 @@
-"""The audit log: a line of JSON on standard output for every request of the API, with who, what and how much, and nothing of its content."""
+"""The audit log: one line of JSON on standard output per API request. It has sender, path, outcome and token counts, but no content."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.observe.logs import printable
 
 MAX_FIELD_CHARACTERS = 256
-_TIMELINE = "mmd_timeline"  # in a scope
+_TIMELINE = "mmd_timeline"  # key in a scope
 
 
 class AuditMiddleware:
-    """Logs every request but those of `open_routes`, once it has ended, while the gateway's spec wants it."""
+    """Logs every request after its end, except those to `open_routes`, while the spec enables the audit log."""
 
     def __init__(self, app: Any, gateway: Gateway, open_routes: Collection[Route]) -> None:
         self._app, self._gateway, self._open_routes = app, gateway, open_routes
 
     async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
-        """Pass a request on, and log how it ended, whatever happens."""
+        """Pass a request on, and log its end, whatever happens."""
         if scope["type"] != "http" or not self._gateway.settings.audit or is_open(scope, self._open_routes):
             await self._app(scope, receive, send)
             return
@@ -65,19 +65,19 @@ class AuditMiddleware:
         }
 
     def _model(self, timeline: Timeline | None) -> str | None:
-        """A name that is not served is something that the client wrote."""
+        """The requested model, if it is served; any other name is text from the client and is not logged."""
         return timeline.model if timeline is not None and timeline.model in self._gateway.names else None
 
 
 def show_timeline(scope: Scope, timeline: Timeline) -> None:
-    """Let the audit log know what becomes of a request."""
+    """Give the audit log access to the timeline of a request."""
     scope[_TIMELINE] = timeline
 
 
 def timeline_of(scope: Scope) -> Timeline | None:
-    """The timeline of a request; None of one that was refused before it had any, or that has none."""
-    found: Timeline | None = scope.get(_TIMELINE)
-    return found
+    """The timeline of a request; None if it was refused before it had one, or has none."""
+    timeline: Timeline | None = scope.get(_TIMELINE)
+    return timeline
 
 
 def _bounded(text: str | None) -> str | None:

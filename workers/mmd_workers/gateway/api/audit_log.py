@@ -1,4 +1,4 @@
-"""Writes the lines of the audit log, from a thread of its own: where nobody reads them they are dropped and counted, and no request waits."""
+"""Writes the audit log from a dedicated thread. Lines that nobody reads are dropped and counted, so no request waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from mmd_workers.observe.logs import RepeatedWarning
 from mmd_workers.observe.metrics import Metrics
 
-MAX_LINES = 4096  # that wait to be written
+MAX_LINES = 4096  # the capacity of the queue
 CLOSE_SECONDS = 2.0
 STANDARD_OUTPUT = 1
 
@@ -23,17 +23,17 @@ _warn = RepeatedWarning(logging.getLogger(__name__))
 
 
 class AuditLog:
-    """Lines that a thread writes to a file descriptor, in their order."""
+    """Writes lines to a file descriptor in order, from a thread."""
 
     def __init__(self, metrics: Metrics, descriptor: int = STANDARD_OUTPUT) -> None:
         self._metrics, self._descriptor = metrics, descriptor
         self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_LINES)
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._is_cut = False  # the last line: it ends within
+        self._is_cut = False  # whether the last line was written only in part
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Have a line written, without waiting for it; it is dropped where too many wait, and after `close`."""
+        """Queue a line without waiting; it is dropped if the queue is full, and after `close`."""
         if self._closed:
             self._dropped("the gateway has closed it")
             return
@@ -46,7 +46,7 @@ class AuditLog:
             self._dropped("nobody reads standard output")
 
     async def close(self) -> None:
-        """Wait until what has been logged is written, or until that takes too long."""
+        """Wait until all queued lines are written, or until that takes too long."""
         self._closed = True
         if self._thread is None:
             return
@@ -62,18 +62,18 @@ class AuditLog:
                 self._dropped(error.strerror or type(error).__name__)
 
     def _write(self, line: bytes) -> None:
-        left = whole = memoryview(b"\n" + line if self._is_cut else line)
+        remaining = full_line = memoryview(b"\n" + line if self._is_cut else line)
         try:
-            while left:
+            while remaining:
                 try:
-                    left = left[os.write(self._descriptor, left) :]
+                    remaining = remaining[os.write(self._descriptor, remaining) :]
                 except BlockingIOError:
                     self._wait_for_reader()
         finally:
-            self._is_cut = bool(left) and (self._is_cut or len(left) < len(whole))
+            self._is_cut = bool(remaining) and (self._is_cut or len(remaining) < len(full_line))
 
     def _wait_for_reader(self) -> None:
-        """What the descriptor leads to may have been made non-blocking by another process that has it."""
+        """Wait until the descriptor can be written: another process may have made the file behind it non-blocking."""
         ready = select.poll()
         ready.register(self._descriptor, select.POLLOUT)
         ready.poll()

@@ -1,4 +1,4 @@
-"""Lets requests in by their API keys or tokens, on both ports. What keys stand for is in `access`, what tokens do in `tokens`."""
+"""Authenticates requests by API key or token, on both ports. `access.keys` resolves keys, and `access.bearer_tokens` resolves tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from mmd_workers.gateway.api.messages.messages_shape import errors_at
 from mmd_workers.gateway.basics.api_errors import ApiError
 
 CHALLENGE = 'Bearer realm="mmd"'
-FINGERPRINT_CHARACTERS = (
-    8  # of a key's hash: enough to find it in the file, too few to be of use without the file
-)
-_TENANT, _PRINCIPAL = "mmd_tenant", "mmd_principal"  # in a scope
+FINGERPRINT_CHARACTERS = 8
+"""The length of a key's shortened hash: enough to find the key in the file, too little to be of use without the file."""
+_TENANT, _PRINCIPAL = "mmd_tenant", "mmd_principal"  # keys in a scope
 
 _REFUSALS = (
     InvalidApiKeyError,
@@ -39,7 +38,7 @@ _REFUSALS = (
 
 
 class AuthenticationMiddleware:
-    """Lets a request in whose key or token stands for a tenant, or whose path is that of one of `open_routes`; any other is refused."""
+    """Admits a request if its key or token belongs to a tenant or its path is in `open_routes`; refuses any other."""
 
     def __init__(
         self, app: Any, access: Access, tokens: TokenVerifier | None, open_routes: Collection[Route]
@@ -47,7 +46,7 @@ class AuthenticationMiddleware:
         self._app, self._access, self._tokens, self._open_routes = app, access, tokens, open_routes
 
     async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
-        """Pass a request on with its tenant, or answer it."""
+        """Pass a request on with its tenant, or refuse it."""
         if scope["type"] == "http" and not is_open(scope, self._open_routes):
             try:
                 scope[_TENANT], scope[_PRINCIPAL] = await self._sender(scope)
@@ -57,7 +56,7 @@ class AuthenticationMiddleware:
         await self._app(scope, receive, send)
 
     async def _sender(self, scope: Scope) -> tuple[KnownTenant, str]:
-        """The tenant of a request, and who of it sends it, as `principal_of` returns it."""
+        """The tenant of a request and its principal, in the form that `principal_of` returns."""
         credential = self._access.credential(scope["headers"])
         if self._tokens is None or not is_token(credential):
             tenant = self._access.holder(credential)
@@ -71,20 +70,23 @@ class AuthenticationMiddleware:
 
 
 def is_open(scope: Scope, open_routes: Collection[Route]) -> bool:
-    """Whether the path of a request is that of one of these routes."""
+    """True if one of these routes has the path of the request."""
     return any(route.matches(scope)[0] is not Match.NONE for route in open_routes)
 
 
 def tenant_of(scope: Scope) -> KnownTenant | None:
-    """The tenant that a request was let in for; None where the gateway needs no keys."""
-    found: KnownTenant | None = scope.get(_TENANT)
-    return found
+    """The tenant under which a request was admitted; None if the gateway needs no keys."""
+    tenant: KnownTenant | None = scope.get(_TENANT)
+    return tenant
 
 
 def principal_of(scope: Scope) -> str | None:
-    """Who of its tenant sends a request: `key:` and the beginning of a key's hash, or `sub:` and a token's subject; None: not let in, or no keys."""
-    found: str | None = scope.get(_PRINCIPAL)
-    return found
+    """The sender of a request within its tenant; None if it was not admitted or the gateway needs no keys.
+
+    The form is `key:` with the beginning of a key's hash, or `sub:` with a token's subject.
+    """
+    principal: str | None = scope.get(_PRINCIPAL)
+    return principal
 
 
 def _refusal(error: MmdError, path: str) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The answers to one request (one, or `n` for each prompt): placed, followed while they grow, and sent as a stream or in one piece."""
+"""Places the answers to one request (`n` for each prompt), follows their growth, and sends them as a stream or in one piece."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from mmd_workers.gateway.placement.router import FeatureNeed, RouteRequest
 from mmd_workers.gateway.placement.sequence_state import SequenceSpec
 from mmd_workers.gateway.placement.timeline import sequence_id
 
-STREAM_OPENS_AFTER_SECONDS = 5.0  # without a token; until then a failure still gets its HTTP status
+STREAM_OPENS_AFTER_SECONDS = 5.0
+"""A stream opens after this time even without a token; until then a failure still gets its HTTP status."""
 KEEPALIVE_SECONDS = 10.0
 LATE_PHASES_SECONDS = 0.25
 
 
 class Choices:
-    """The choices of one request, those of each prompt one after another. The caller that opens them must `release` them, whatever
-    happens.
+    """All choices of a request, grouped by prompt.
+
+    The caller that opens choices must `release` them, whatever happens.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Choices:
         shape: AnswerShape,
         admission: Admission | None = None,
     ) -> None:
-        """`admission`: for which they wait before they are placed."""
+        """`admission`: the place in the order of tenants for which the choices wait before they are placed."""
         self._admission = admission
         self._gateway = gateway
         self._exchange = exchange
@@ -57,7 +59,7 @@ class Choices:
         self._streams: list[ChoiceStream] = []
 
     def open(self, index: int) -> None:
-        """Place the choice of this number; its answer differs from the others' to its prompt by its seed."""
+        """Place the choice with this number; its seed distinguishes it from other answers to its prompt."""
         gateway, request = self._gateway, self._request
         prepared = self._prompts[index // (request.n or 1)]
         spec, route = self._placeable(index)
@@ -81,7 +83,7 @@ class Choices:
         )
 
     def _placeable(self, index: int) -> tuple[SequenceSpec, RouteRequest]:
-        """The choice of this number as its prompt is now, and what the router needs of it."""
+        """The choice with this number for its current prompt, and its request to the router."""
         gateway, exchange, request = self._gateway, self._exchange, self._request
         prompt, number = divmod(index, request.n or 1)
         prepared = self._prompts[prompt]
@@ -109,7 +111,7 @@ class Choices:
                 FeatureNeed(f.feature_id, f.modality, f.work, f.num_tokens, max(map(sum, f.ranges)))
                 for f in prepared.features
             ),
-            encoders_first=index > 0,  # one prefill pod is enough to encode what all choices share
+            encoders_first=index > 0,  # one prefill pod is enough to encode the media that all choices share
             prefix=gateway.prefix_index.prefix_of(spec.token_ids, media_spans(spec.features), root),
         )
         return spec, route
@@ -117,8 +119,9 @@ class Choices:
     async def _fall_back(
         self, index: int, fallback: Fallback[Prepared], feature_id: str
     ) -> tuple[SequenceSpec, RouteRequest] | None:
-        """The choice with a prompt that has less of this medium, which cannot be encoded. A stream that has begun without a word of it goes on
-        without that, and ends with the failure.
+        """The choice with a prompt that has less of a medium that cannot be encoded; None if there is no such prompt.
+
+        A stream that has already begun cannot report the change, so it keeps its prompt and ends with the failure.
         """
         gateway, exchange, request = self._gateway, self._exchange, self._request
         prepared = None if exchange.streaming else await fallback.without(feature_id)
@@ -129,7 +132,7 @@ class Choices:
         self._prompts[index // (request.n or 1)] = prepared
         for name in HEADERS:
             exchange.notes.pop(name, None)
-        exchange.notes |= headers_of([one.layout for one in self._prompts])
+        exchange.notes |= headers_of([prompt.layout for prompt in self._prompts])
         exchange.timeline.note_media(prepared.features, prepared.layout)
         if self._admission is not None and exchange.tenant is not None:
             gateway.resize_admission(self._admission, self._prompts, request.n or 1, exchange.tenant)
@@ -137,11 +140,11 @@ class Choices:
 
     @property
     def completion_tokens(self) -> int:
-        """Of all choices so far."""
+        """The tokens of all choices so far."""
         return sum(choice.completion_tokens for choice in self._streams)
 
     def answers(self) -> list[EndedAnswer]:
-        """What each choice has come to so far."""
+        """The length of each choice so far, and whether it ended by itself."""
         return [
             EndedAnswer(choice.completion_tokens, choice.finish_reason not in (None, "length"))
             for choice in self._streams
@@ -156,11 +159,11 @@ class Choices:
         """Send the answers as server-sent events while they grow."""
         exchange, shape = self._exchange, self._shape
         head = self._head()
-        opened = False
+        is_open = False
         async for ready in self._progress():
-            for event in () if opened else shape.opening(head, self._usage()):
+            for event in () if is_open else shape.opening(head, self._usage()):
                 await exchange.events(event)
-            opened = True
+            is_open = True
             await exchange.events(*(shape.chunk(head, part) for part in ready) if ready else (shape.waiting,))
         usage = await self._finish()
         timings = exchange.timeline.timings() if self._wants_timings() else None
@@ -169,7 +172,7 @@ class Choices:
         await exchange.send({"type": "http.response.body", "body": b""})
 
     async def whole(self) -> None:
-        """Send the answers as one JSON object, once all of them are complete."""
+        """Send the answers as one JSON object when all are complete."""
         exchange, shape = self._exchange, self._shape
         wholes = [shape.collector(choice.index) for choice in self._streams]
         async for ready in self._progress():
@@ -183,7 +186,7 @@ class Choices:
         return {"id": self._exchange.request_id, "created": int(time.time()), "model": self._request.model}
 
     async def _progress(self) -> AsyncIterator[list[AnswerPart]]:
-        """What each wake-up brought, until every choice has finished; an empty list now and then when nothing comes."""
+        """The new parts at each wake-up, until every choice has finished; an empty list as a keepalive when nothing comes."""
         patience = STREAM_OPENS_AFTER_SECONDS
         while True:
             self._news.clear()
@@ -207,18 +210,18 @@ class Choices:
                 yield []
 
     def _may_fall_back(self) -> bool:
-        """Whether a medium may yet turn out to be one that cannot be encoded: a stream opens with what is known of it then."""
+        """True while a medium may still prove impossible to encode; the headers of a stream must report that, so it does not open yet."""
         return any(
             choice.sequence.fall_back is not None and not choice.sequence.state.num_tokens
             for choice in self._streams
         )
 
     async def _finish(self) -> Usage:
-        """Counts, and the workers' last reports if the client asked for timings."""
+        """Count the request's tokens, after waiting for the workers' last reports if the client asked for timings."""
         timeline = self._exchange.timeline
         if self._wants_timings():
-            until = time.monotonic() + LATE_PHASES_SECONDS
-            while time.monotonic() < until and not timeline.is_complete():
+            wait_ends = time.monotonic() + LATE_PHASES_SECONDS
+            while time.monotonic() < wait_ends and not timeline.is_complete():
                 await asyncio.sleep(0.01)
         timeline.finished = time.time()
         timeline.finish_reasons = [choice.finish_reason or "" for choice in self._streams]
@@ -228,7 +231,7 @@ class Choices:
         return usage
 
     def _usage(self) -> Usage:
-        """Counts so far."""
+        """The token counts so far."""
         return usage_of(
             [prepared.layout for prepared in self._prompts],
             self.completion_tokens,

@@ -1,4 +1,4 @@
-"""Which web pages of other origins may call the gateway from a browser. Keys are no cookies: a page sends one only if it has it."""
+"""Allows web pages of other origins to call the gateway from a browser. Keys are not cookies: a page sends a key only if it has one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SHOWN_HEADERS = (
     "x-request-id",
     *HEADERS,
 )
-"""Of answers, which browsers hide from pages of other origins unless they are named."""
-PREFLIGHT_SECONDS = 600  # for which a browser may remember what is allowed
+"""Response headers to expose: browsers hide headers from pages of other origins unless they are listed."""
+PREFLIGHT_CACHE_SECONDS = 600
 
 
 def with_cors(application: Any, cors: CorsSpec | None) -> Any:
-    """The application for the pages of these origins as well.
+    """The application, opened to pages of the origins in `cors`.
 
-    Outermost, so that preflights, which have no key, are answered before keys are looked at, and errors carry the headers too.
+    This layer is outermost, so that preflights, which have no key, are answered before keys are checked, and errors have the headers too.
     """
     if cors is None:
         return application
@@ -35,7 +35,7 @@ def with_cors(application: Any, cors: CorsSpec | None) -> Any:
         allow_origins=cors.allowed_origins,
         allow_methods=METHODS,
         allow_headers=("*",),
-        allow_private_network=True,  # of a gateway with a private address: these pages may, wherever they come from
+        allow_private_network=True,  # these pages may call a gateway with a private address from any network
         expose_headers=SHOWN_HEADERS,
-        max_age=PREFLIGHT_SECONDS,
+        max_age=PREFLIGHT_CACHE_SECONDS,
     )

@@ -1,5 +1,7 @@
-"""The life of a request: admitted, read, prepared, given room for its answers, placed, answered, recorded. Any
-failure becomes the client's error, and all that the request held is released."""
+"""The life of a request: admitted, read, prepared, given room for its answers, placed, answered, recorded.
+
+Any failure becomes the client's error, and everything that the request held is released.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 _Body = TypeVar("_Body")
-_Asked = TypeVar("_Asked", bound=GenerationRequest)
+_Request = TypeVar("_Request", bound=GenerationRequest)
 _Chat = TypeVar("_Chat", bound=ChatRequest)
 _Result = TypeVar("_Result")
 
@@ -54,10 +56,10 @@ _log = logging.getLogger(__name__)
 
 
 class Endpoint(ABC):
-    """A path as an ASGI application: it must see the client go at any moment.
+    """Serves one path as an ASGI application, because it must notice at any moment that the client has gone.
 
-    `prefix`: of the ids of its requests. `counts`: whether its requests are in the metrics and among the recent requests. `errors`: how
-    its clients get errors. `id_headers`: more headers in which they look for the request's id.
+    `prefix`: beginning of its request ids. `counts`: True if its requests appear in the metrics and among the recent requests. `errors`: the
+    form of errors for its clients. `id_headers`: further response headers in which clients look for the request id.
     """
 
     prefix: ClassVar[str]
@@ -73,12 +75,12 @@ class Endpoint(ABC):
         """Read the request and answer it."""
 
     async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
-        """Answer one request, and release all that it held, whatever happens."""
+        """Answer one request, and release everything it held, whatever happens."""
         gateway = self._gateway
         request_id = f"{self.prefix}{uuid.uuid4().hex}"
         headers = Headers(scope=scope)
-        own_id = headers.get("x-client-request-id", "")[:MAX_CLIENT_REQUEST_ID]
-        timeline = Timeline(request_id, arrived=time.time(), client_request_id=own_id)
+        client_request_id = headers.get("x-client-request-id", "")[:MAX_CLIENT_REQUEST_ID]
+        timeline = Timeline(request_id, arrived=time.time(), client_request_id=client_request_id)
         show_timeline(scope, timeline)
         root = gateway.tracing.begin(headers, timeline.arrived, request_id)
         timeline.trace_id = root.trace_id
@@ -107,18 +109,18 @@ class Endpoint(ABC):
             end_trace(gateway.tracing, timeline, root)
 
     def _deadline(self, exchange: Exchange) -> float:
-        """When the request must have ended, in Unix seconds."""
+        """The Unix time by which the request must have ended."""
         return self._gateway.deadline(exchange.timeline.arrived, exchange.deadline)
 
     def _set_deadline(self, exchange: Exchange) -> None:
-        """Take the deadline that the client wants, if it wants one."""
+        """Set the client's own deadline, if it sent one."""
         exchange.deadline = _client_deadline(exchange)
         if exchange.deadline < self._gateway.deadline(exchange.timeline.arrived):
             exchange.timeline.own_deadline = exchange.deadline
 
 
 class JsonEndpoint(Endpoint, Generic[_Body]):
-    """A path that takes a JSON body."""
+    """Serves one path for requests with a JSON body."""
 
     @abstractmethod
     def _parse(self, body: object) -> _Body:
@@ -138,18 +140,27 @@ class JsonEndpoint(Endpoint, Generic[_Body]):
         self,
         exchange: Exchange,
         reservation: RequestReservation,
-        seen: Callable[[bytes], None] = lambda _part: None,
+        on_part: Callable[[bytes], None] = lambda _part: None,
     ) -> _Body:
-        """The valid request. `seen`: gets each part of its body."""
+        """Read and validate the request. `on_part` is called with each part of its body."""
         gateway = self._gateway
         deadline = self._deadline(exchange)
         body = await read_json(
-            exchange.headers, exchange.receive, gateway.settings.max_body_bytes, reservation, deadline, seen
+            exchange.headers,
+            exchange.receive,
+            gateway.settings.max_body_bytes,
+            reservation,
+            deadline,
+            on_part,
         )
         return self._parse(body)
 
     async def _in_time(self, exchange: Exchange, work: Awaitable[_Result]) -> _Result:
-        """Await the preparation of a request, until its deadline."""
+        """Await the preparation of a request, at most until its deadline.
+
+        Raises:
+            DeadlineError: the preparation took longer.
+        """
         deadline = self._deadline(exchange)
         try:
             async with asyncio.timeout(max(0.0, deadline - time.time())):
@@ -162,8 +173,8 @@ class JsonEndpoint(Endpoint, Generic[_Body]):
             ) from error
 
 
-class _Generation(JsonEndpoint[_Asked]):
-    """A path whose requests are answered by the model. One with an idempotency key may repeat another."""
+class _Generation(JsonEndpoint[_Request]):
+    """Serves a path whose requests the model answers. A request with an idempotency key may repeat another."""
 
     async def _respond(self, exchange: Exchange, reservation: RequestReservation) -> None:
         tenant = exchange.tenant.name if exchange.tenant else ""
@@ -184,34 +195,34 @@ class _Generation(JsonEndpoint[_Asked]):
             return
 
         if not keyed.resumes:
-            self._check_model(exchange, request)  # before other gateways are told of its key
+            self._check_model(exchange, request)  # before other gateways learn of its key
 
-        held = [request]
+        unanswered = [request]
         del request
 
         async def make(maker: Exchange) -> bool:
             async with _failures_answered(maker):
-                await self._answer(maker, held.pop(), reservation)
+                await self._answer(maker, unanswered.pop(), reservation)
                 return True
             return False
 
         def not_needed() -> None:
-            held.clear()
+            unanswered.clear()
             reservation.release()
 
         await repeats.first(exchange, keyed, digest.digest(), deadline, make, not_needed)
 
-    def _check_model(self, exchange: Exchange, request: _Asked) -> None:
+    def _check_model(self, exchange: Exchange, request: _Request) -> None:
         exchange.timeline.model = request.model
         self._gateway.check_model(request.model, exchange.tenant)
 
     @abstractmethod
     async def _prepare(
-        self, exchange: Exchange, request: _Asked, reservation: RequestReservation
+        self, exchange: Exchange, request: _Request, reservation: RequestReservation
     ) -> tuple[list[Prepared], AnswerShape, int]:
-        """The prompts, the shape of the answers, and the characters of prompts in them. What the request no longer needs is freed."""
+        """Prepare the prompts, the shape of the answers, and the number of prompt characters they repeat; free what the request no longer needs."""
 
-    async def _answer(self, exchange: Exchange, request: _Asked, reservation: RequestReservation) -> None:
+    async def _answer(self, exchange: Exchange, request: _Request, reservation: RequestReservation) -> None:
         gateway = self._gateway
         self._check_model(exchange, request)
         prompts, shape, echo = await self._in_time(exchange, self._prepare(exchange, request, reservation))
@@ -232,7 +243,7 @@ class _Generation(JsonEndpoint[_Asked]):
         )
         deadline = self._deadline(exchange)
         try:
-            # Before the request has room in the pools, which would be empty while it waits for memory.
+            # Before admission: otherwise its room in the pools would stay empty while the request waits for memory.
             await _reserve(share, size, deadline)
             admission = gateway.ask_for_admission(
                 exchange.tenant, prompts, request.n or 1, reservation.num_bytes, deadline, exchange.timeline
@@ -255,7 +266,7 @@ class _Generation(JsonEndpoint[_Asked]):
 
 
 class Conversations(_Generation[_Chat]):
-    """A path whose requests are conversations, whatever the shape of their answers."""
+    """Serves a path whose requests are conversations, in any API."""
 
     @abstractmethod
     def _shape(self, exchange: Exchange, request: _Chat, prepared: Prepared) -> AnswerShape:
@@ -272,7 +283,7 @@ class Conversations(_Generation[_Chat]):
 
 
 class Translations(Conversations[TranslatedRequest]):
-    """A path whose requests become chats: faults name the fields that they had."""
+    """Serves a path whose requests are translated into chats; errors name the original fields."""
 
     async def _answer(
         self, exchange: Exchange, request: TranslatedRequest, reservation: RequestReservation
@@ -335,7 +346,7 @@ class TextCompletions(_Generation[CompletionRequest]):
 
 @contextlib.asynccontextmanager
 async def _failures_answered(exchange: Exchange) -> AsyncIterator[None]:
-    """Whatever fails meanwhile becomes the client's error."""
+    """Turn any failure within this context into the client's error."""
     timeline = exchange.timeline
     try:
         yield
@@ -352,10 +363,10 @@ async def _failures_answered(exchange: Exchange) -> AsyncIterator[None]:
 
 
 def _client_deadline(exchange: Exchange) -> float:
-    """When the client wants its request to have ended, in Unix seconds.
+    """The Unix time by which the client wants its request to end; infinite if it sets none.
 
     Raises:
-        ApiError: 400, its header is invalid.
+        ApiError: 400, the header is invalid.
     """
     value = exchange.headers.get(TIMEOUT_HEADER)
     if value is None:
@@ -367,7 +378,11 @@ def _client_deadline(exchange: Exchange) -> float:
 
 
 async def _reserve(share: AnswerShare, size: AnswerSize, deadline: float) -> None:
-    """Room for all the answers at their full length, before any pod begins to generate them."""
+    """Reserve room for all answers at full length, before any pod begins to generate them.
+
+    Raises:
+        DeadlineError: there was no room before the deadline.
+    """
     try:
         async with asyncio.timeout(max(0.0, deadline - time.time())):
             await share.reserve(size)

@@ -1,4 +1,4 @@
-"""What all requests of a gateway share: its parts, its limits, and which requests it admits. Independent of HTTP."""
+"""The shared state of a gateway's requests: its parts, its limits, and the admission of requests. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ from mmd_workers.observe.tracing import Tracing
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.peers import PeerDirectory
 
-TOKEN_BYTES = 36  # of a prompt that waits: an integer, and its place in a list
-MAX_NAME_CHARACTERS = 256  # of an unknown model, in the error
+WAITING_TOKEN_BYTES = 36  # each token of a waiting prompt: an integer, and its slot in a list
+MAX_SHOWN_NAME_CHARACTERS = 256  # an error about an unknown model shows this much of the name
 
 
 @dataclass(slots=True)
 class Gateway:
     """Everything that requests share.
 
-    `access`: who may use it; None: anyone who can reach it. `tokens`: what may stand for its tenants besides keys. `certificate`: of its port for clients; None: that speaks plain HTTP.
-    `admissions`: the order in which requests of tenants start; None where there are
-    no tenants: then all start at once. `picker`: where a platform's own gateway asks which gateway pod takes a request.
-    `files`: that clients upload; None where they may not. `encode_on_upload`: encodes them then.
-    `listening`: its port for clients is open. `draining`: about to end; connections are closed after their next answer. `failed`: what ended unexpectedly, so that the gateway ends too; empty if nothing did.
+    `access`: who may use the gateway; None: anyone who can reach it. `tokens`: verifies the bearer tokens that tenants may send instead of
+    keys. `certificate`: certificate of the port for clients; None: the port speaks plain HTTP. `admissions`: the order in which requests of
+    tenants start; None if there are no tenants, and then all start at once. `picker`: tells a platform's own gateway which gateway pod takes a
+    request. `files`: files that clients upload; None if they may not. `encode_on_upload`: encodes files when they are uploaded.
+    `listening`: the port for clients is open. `draining`: the gateway is about to end; connections are closed after their next answer.
+    `drained_at`: Unix time by which requests that arrive during the drain must end. `failed`: the part that ended unexpectedly, so that the
+    gateway ends too; empty if none did.
     """
 
     pod: str
@@ -78,7 +80,7 @@ class Gateway:
     listening: bool = False
     draining: bool = False
     failed: str = ""
-    drained_at: float = math.inf  # Unix seconds: requests that come while it drains end by then
+    drained_at: float = math.inf
     running: int = 0
     last_request: float = -math.inf
 
@@ -88,12 +90,14 @@ class Gateway:
         return (*self.settings.models, *self.settings.adapters)
 
     def adapter_of(self, name: str) -> str:
-        """The adapter that a served name stands for; empty: the model alone."""
+        """The adapter with this served name; empty if the name is the model's own."""
         return name if name in self.settings.adapters else ""
 
     def cache_salt(self, wanted: str | None, tenant: KnownTenant | None) -> str:
-        """With whom a request shares its prefix: with those that have the same one. Bounded, and no text of a client's. `wanted`: by the client;
-        empty where it shares with everybody.
+        """The salt of a request's cached prefix: requests share prefixes only if their salts are equal.
+
+        Returns a hash, which is bounded and has no text from clients; empty if the request shares its prefix with all others. `wanted`: the salt
+        that the client sent.
         """
         owner = tenant.name if tenant is not None and self.settings.prefixes_per_tenant else ""
         if not (owner or wanted):
@@ -101,45 +105,45 @@ class Gateway:
         return hashlib.blake2b(f"{len(owner)} {owner} {wanted or ''}".encode(), digest_size=16).hexdigest()
 
     def names_for(self, tenant: KnownTenant | None) -> list[str]:
-        """Of these, those that a tenant may use; all where there are no tenants."""
+        """The names that a tenant may use; all if there are no tenants."""
         return [name for name in self.names if tenant is None or tenant.may_use(name)]
 
     def check_model(self, name: str, tenant: KnownTenant | None) -> None:
-        """Check that this gateway serves the model, to that tenant.
+        """Check that this gateway serves the model to this tenant.
 
         Raises:
-            ApiError: 404, with the names that are served. A model that the tenant may not use does not exist for it.
+            ApiError: 404, with the served names. A model that the tenant may not use does not exist for it.
         """
         if name not in (served := self.names_for(tenant)):
-            names = " or ".join(repr(one) for one in served)
+            names = " or ".join(repr(model) for model in served)
             remedy = f"use {names}" if names else "this API key allows none that is"
             fault = ModelNotFoundError(
-                f"model {name[:MAX_NAME_CHARACTERS]!r} is not served by this gateway; {remedy}"
+                f"model {name[:MAX_SHOWN_NAME_CHARACTERS]!r} is not served by this gateway; {remedy}"
             )
             raise ApiError(fault, param="model")
 
     @property
     def unusable(self) -> str:
-        """Why no client could use it: it has no keys to check, or no certificate to show."""
+        """Why no client can use the gateway: keys or the certificate are missing; empty if they are available."""
         secrets = (self.access, self.certificate)
         return next((secret.unavailable for secret in secrets if secret and secret.unavailable), "")
 
     @property
     def serves(self) -> bool:
-        """Whether a client would get an answer now, from pods that are there or that are on their way."""
+        """True if a client would get an answer now, from pods that exist or are starting."""
         return self.listening and not self.failed and not self.unusable
 
     def deadline(self, arrived: float, wanted: float = math.inf) -> float:
-        """When a request that arrived then must have ended, whose client wants it to end by `wanted`; all in Unix seconds."""
+        """The time by which a request must have ended. `arrived`: time of its arrival. `wanted`: the client's own deadline. All are Unix seconds."""
         return min(arrived + self.settings.request_timeout_seconds, self.drained_at, wanted)
 
     @contextlib.contextmanager
     def admit(self, tenant: KnownTenant | None) -> Iterator[None]:
-        """Count a request in and out; `tenant`: whose it is.
+        """Count a tenant's request in and out.
 
         Raises:
-            TooManyRequestsError: too many at once.
-            RateLimitError: too many of that tenant.
+            TooManyRequestsError: too many requests are running.
+            RateLimitError: the tenant has too many requests.
         """
         self.last_request = time.monotonic()
         if self.access and tenant:
@@ -154,8 +158,10 @@ class Gateway:
                 self.running -= 1
 
     def _has_place(self, tenant: KnownTenant | None) -> bool:
-        """Whether one more request may come. Of tenants, one that has few may take the place of one that waits, of a tenant that has many;
-        it does so when it has been read and is about to wait itself.
+        """True if there is a place for one more request.
+
+        With tenants, a request of a tenant that has few may replace a waiting request of a tenant that has many. It does so when it has been
+        read and is about to wait itself.
         """
         if self.admissions is None or tenant is None:
             return self.running < self.settings.max_concurrent_requests
@@ -178,13 +184,15 @@ class Gateway:
         deadline: float,
         timeline: Timeline,
     ) -> Admission | None:
-        """A request's place in the order of tenants, to be released when it ends; None where there are none. `answers`: to each prompt.
-        `num_bytes`: held for the request. `deadline`: Unix seconds; of the requests of a tenant the earliest starts first.
+        """The place of a request in the order of tenants, to be released when the request ends; None if there are no tenants.
+
+        `answers`: number of answers to each prompt. `num_bytes`: bytes held for the request. `deadline`: Unix seconds; the requests of a
+        tenant start in the order of their deadlines.
 
         Raises:
-            RateLimitError: the tenant has too much work, or too much of it waits.
-            TooManyRequestsError: the gateway is full, and nobody has to make a place.
-            OverloadedError: too much waits of all.
+            RateLimitError: the tenant has too much work, or too much of it is waiting.
+            TooManyRequestsError: the gateway is full, and no waiting request has to give up its place.
+            OverloadedError: too much work of all tenants is waiting.
         """
         if self.admissions is None or tenant is None:
             return None
@@ -193,18 +201,18 @@ class Gateway:
             raise self._full()
         expected_tokens = tenant.usage.expected_output_tokens
         size = _size_of(prompts, answers, expected_tokens, self.dispatcher.is_suspected)
-        num_bytes += TOKEN_BYTES * size.all_prompt_tokens
+        num_bytes += WAITING_TOKEN_BYTES * size.all_prompt_tokens
         return self.admissions.ask(tenant, size, num_bytes, deadline, timeline)
 
     def resize_admission(
         self, admission: Admission, prompts: Sequence[Prepared], answers: int, tenant: KnownTenant
     ) -> None:
-        """A request has other prompts than it was admitted with. See `ask_for_admission`."""
+        """Adjust an admission to a request's changed prompts. The parameters are those of `ask_for_admission`."""
         expected_tokens = tenant.usage.expected_output_tokens
         admission.resize(_size_of(prompts, answers, expected_tokens, self.dispatcher.is_suspected))
 
     def model_len(self) -> int:
-        """The longest sequence that every ready worker takes; 0: none has reported it."""
+        """The longest sequence that every Ready worker accepts; 0 if none has reported a limit."""
         lengths = [
             beat.max_model_len
             for beat in self.directory.pods()
@@ -216,8 +224,10 @@ class Gateway:
 def _size_of(
     prompts: Sequence[Prepared], answers: int, expected_tokens: float, is_suspected: Callable[[str], bool]
 ) -> Size:
-    """What a request asks for. `answers`: to each prompt. `expected_tokens`: of each of them, if the request allows as many.
-    `is_suspected`: whether only encoder pods get a medium.
+    """The size of a request, as work for the pools.
+
+    `answers`: number of answers to each prompt. `expected_tokens`: expected length of each answer, if the request allows that many.
+    `is_suspected`: tells whether a medium goes to encoder pods only.
     """
     work: Counter[Modality] = Counter()
     media_tokens = 0
@@ -225,10 +235,10 @@ def _size_of(
         for feature in prepared.features:
             work[feature.modality] += feature.work
             media_tokens += feature.num_tokens
-    output = sum(math.ceil(min(expected_tokens, prepared.sampling.max_tokens)) for prepared in prompts)
+    output_tokens = sum(math.ceil(min(expected_tokens, prepared.sampling.max_tokens)) for prepared in prompts)
     return Size(
         prompt_tokens=sum(len(prepared.layout.token_ids) for prepared in prompts),
-        output_tokens=answers * output,
+        output_tokens=answers * output_tokens,
         prompts=len(prompts),
         answers=answers,
         companion_tokens=sum(prepared.companion_tokens for prepared in prompts),

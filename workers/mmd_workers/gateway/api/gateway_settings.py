@@ -1,4 +1,4 @@
-"""What the spec of a deployment sets for its gateways. A changed spec replaces all of it in one assignment, so no setting is forgotten."""
+"""The settings of gateways from a deployment's spec. A changed spec replaces all of them in one assignment, so none is forgotten."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mmd_api.spec.observability import SloSpec
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Settings that requests are served by.
+    """The settings for serving requests.
 
-    `models`: names of the one model, the preferred one first. `adapters`: names of its adapters, each served as a model.
-    `prefixes_per_tenant`: tenants share no prefix with one another. `allowed_origins`: of web pages of other sites. `audit`: whether
-    requests have lines in the audit log.
+    `models`: names of the one model, the preferred name first. `adapters`: names of its adapters, each served as a model.
+    `prefixes_per_tenant`: tenants do not share cached prefixes. `allowed_origins`: origins of other sites whose web pages may call the
+    gateway. `audit`: requests are written to the audit log.
     """
 
     models: tuple[str, ...]
@@ -30,7 +30,7 @@ class GatewaySettings:
 
     @classmethod
     def of(cls, spec: MultimodalDeploymentSpec) -> GatewaySettings:
-        """The settings of this spec."""
+        """The settings in this spec."""
         gateway = spec.gateway
         return cls(
             models=spec.model.names,

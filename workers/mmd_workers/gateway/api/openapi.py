@@ -1,4 +1,4 @@
-"""The OpenAPI document that the gateway serves, made from the models that read requests and write answers. Independent of requests."""
+"""The gateway's OpenAPI document, generated from the models of requests and answers. Independent of individual requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A path to which clients post JSON. `answer`: its model, where it has one. `streams`: the answer may be a stream of events."""
+    """A path for JSON requests. `answer`: model of the answer, if there is one. `streams`: the answer may be a stream of events."""
 
     path: str
     summary: str
@@ -45,7 +45,7 @@ OPERATIONS = (
     Operation("/tokenize", "The tokens of a prompt", tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED, tokenize.Tokens),
     Operation("/detokenize", "The text of tokens", tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED, tokenize.TokenText),
 )  # fmt: skip
-"""All of them, with their fields; `docs/api.md` has a table for each."""
+"""All operations, with their fields; `docs/api.md` has a table for each."""
 
 _GENERATION_HEADERS = {
     "idempotency-key": ({"type": "string", "pattern": "^[!-~]{1,255}$"}, "A repeat gets the same answer."),
@@ -71,7 +71,7 @@ _ERROR = {
 
 @cache
 def document() -> bytes:
-    """The document, as JSON."""
+    """The OpenAPI document as JSON."""
     modes: list[tuple[type[BaseModel], JsonSchemaMode]] = []
     for operation in OPERATIONS:
         modes.append((operation.request, "validation"))
@@ -112,7 +112,7 @@ def _name(reference: dict[str, Any]) -> str:
 
 
 def _add_not_served(schema: dict[str, Any], not_served: NotServed) -> None:
-    """Fields that are refused unless they have a value that means "off"."""
+    """Add the fields that are refused unless they have a value that means "off"."""
     for name, (off, remedy) in not_served.items():
         schema["properties"][name] = {"enum": [None, *off], "description": f"Not served: {remedy}."}
 
@@ -157,22 +157,22 @@ def _files() -> dict[str, Any]:
         "required": ["file", "purpose"],
         "additionalProperties": False,
     }
-    made = _get("Upload a file")
-    made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    one, content = "/v1/files/{file_id}", "/v1/files/{file_id}/content"
-    found = {
-        "/v1/files": {"post": made, "get": _get("The tenant's files")},
-        one: {"get": _get("A file"), "delete": _get("Delete a file")},
-        content: {"get": _get("The bytes of a file")},
+    upload = _get("Upload a file")
+    upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    file_path, content_path = "/v1/files/{file_id}", "/v1/files/{file_id}/content"
+    operations = {
+        "/v1/files": {"post": upload, "get": _get("The tenant's files")},
+        file_path: {"get": _get("A file"), "delete": _get("Delete a file")},
+        content_path: {"get": _get("The bytes of a file")},
     }
-    for path in (one, content):
-        for operation in found[path].values():
+    for path in (file_path, content_path):
+        for operation in operations[path].values():
             operation["parameters"] = [
                 {"name": "file_id", "in": "path", "required": True, "schema": {"type": "string"}}
             ]
     binary = {"schema": {"type": "string", "format": "binary"}}
-    found[content]["get"]["responses"]["200"]["content"] = {"application/octet-stream": binary}
-    return found
+    operations[content_path]["get"]["responses"]["200"]["content"] = {"application/octet-stream": binary}
+    return operations
 
 
 def _failed() -> dict[str, Any]:

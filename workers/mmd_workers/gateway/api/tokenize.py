@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM's server has them: a prompt as token ids, and token ids as text."""
+"""POST /tokenize and /detokenize, compatible with vLLM's server: a prompt as token ids, and token ids as text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mmd_workers.gateway.content.parts import ProcessorKwargs
 from mmd_workers.gateway.content.tools import Tools, tool_use
 from mmd_workers.media.choice import NO_CHOICE
 
-IN_THREAD_TOKENS = 4096  # from so many on, a thread takes the texts and JSON of tokens
-BYTES_PER_TOKEN = 64  # id, text, and the JSON of both
+IN_THREAD_TOKENS = 4096  # from this number on, a thread converts tokens to text and JSON
+BYTES_PER_TOKEN = 64  # an id, its text, and the JSON of both
 
 
 class TokenizeRequest(Strict):
@@ -73,8 +73,8 @@ def parse_tokenize_request(value: object) -> TokenizeRequest:
     """Validate a decoded JSON body.
 
     Raises:
-        InvalidTypeError: the body is no object.
-        ApiError: 400, naming the first field at fault and what would be right.
+        InvalidTypeError: the body is not an object.
+        ApiError: 400, naming the first invalid field and the remedy.
     """
     request = validated(TokenizeRequest, value, TOKENIZE_NOT_SERVED, TAGS)
     if request.prompt is None and request.messages is None:
@@ -92,14 +92,14 @@ def parse_tokenize_request(value: object) -> TokenizeRequest:
 
 
 def parse_detokenize_request(value: object) -> DetokenizeRequest:
-    """Validate a decoded JSON body; for what it raises see `parse_tokenize_request`."""
+    """Validate a decoded JSON body; raises as `parse_tokenize_request` does."""
     return validated(DetokenizeRequest, value, DETOKENIZE_NOT_SERVED, TAGS)
 
 
 async def _reply(exchange: Exchange, response: Callable[[], bytes], num_tokens: int) -> None:
-    """Send what `response` makes, in a thread where that takes long."""
-    long = num_tokens >= IN_THREAD_TOKENS
-    await exchange.reply_in_pieces([await asyncio.to_thread(response) if long else response()])
+    """Send the body that `response` returns, computed in a thread if there are many tokens."""
+    is_long = num_tokens >= IN_THREAD_TOKENS
+    await exchange.reply_in_pieces([await asyncio.to_thread(response) if is_long else response()])
 
 
 class Tokenize(JsonEndpoint[TokenizeRequest]):

@@ -1,7 +1,7 @@
-"""Behind a proxy that asks an endpoint picker, no answer begins before its request has arrived. It knows no request: whatever answers, answers later.
+"""Delays each answer until its request has arrived, for gateways behind a proxy with an endpoint picker. Wraps any ASGI application.
 
-The picker's stream ends with the request. A response that the proxy has begun to send through that stream by then, such as an error that needs
-the headers alone, would lose its body (`ext_proc`).
+The picker's stream ends with the request. A response that the proxy has begun to send through that stream before then, such as an error that
+needs only the headers, would lose its body (`ext_proc`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MOST_SECONDS = 5.0
-"""For the rest of a request. Then its answer begins, and passes through the picker if the request is still on its way."""
+"""The longest wait for the rest of a request. Then its answer begins, and passes through the picker if the request is still arriving."""
 
 
 def after_whole_requests(application: ASGIApp) -> ASGIApp:
-    """The application, whose answers wait for the rest of their requests, which is not kept."""
+    """The application with each answer delayed until the rest of its request has arrived; that rest is discarded."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,1 +1,1 @@
-"""Requests with an idempotency key: one answer for all that repeat it, at every gateway. Knows no API, and nothing of how answers are made."""
+"""Requests with an idempotency key: all repeats get one answer, at every gateway. Knows no API and not how answers are made."""

@@ -1,5 +1,7 @@
-"""Requests with an idempotency key: the first one makes the answer, and all that repeat it get the same one, from its beginning or after an
-event that they have. What is kept is in `retained`, what gateways know of each other in `answer_claims`.
+"""Serves requests with an idempotency key: the first makes the answer, and all repeats get the same answer.
+
+A repeat gets the answer from its beginning, or resumes a stream after the last event that it received. `retained` keeps the answers, and
+`answer_claims` finds those of other gateways.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from mmd_workers.gateway.idempotency.retained import (
 KEY_HEADER = "idempotency-key"
 EVENT_HEADER = "last-event-id"
 REPEATED_HEADER = "idempotent-replayed"
-HEAD_BYTES = 256  # of an event, in which its number stands
-MAX_CLAIMED = 3  # gateways that are asked for an answer, each of which turns out not to have it
-POLL_SECONDS = 1.0  # past the deadline of a request whose own end is on its way
+EVENT_HEAD_BYTES = 256  # the beginning of an event, which has its number
+MAX_HOLDERS = 3  # the most gateways to ask for an answer that each turns out not to have
+POLL_SECONDS = 1.0  # the wait for data after the deadline, while the request's own end is on its way
 
 _log = logging.getLogger(__name__)
 
@@ -48,13 +50,14 @@ _NUMBER = re.compile(rb'^data: \{"type":"[^"]*","sequence_number":([0-9]+)', re.
 _EVENT = re.compile(rf"([0-9a-f]{{{RUN_CHARACTERS}}})-([0-9]{{1,9}})")
 
 Make = Callable[[Exchange], Awaitable[bool]]
-"""Makes an answer, errors included, for the client of this exchange; returns whether it is one without an error."""
+"""Makes an answer, errors included, for the client of this exchange; returns True if the answer is not an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedRequest:
-    """What the headers ask for. `run`: the one whose stream the client resumes; empty: it resumes none. `at`: the first block that it does
-    not have.
+    """A request's key, and the stream that it resumes.
+
+    `run`: the run whose stream the client resumes; empty if it resumes none. `at`: the first block that the client does not have.
     """
 
     name: RequestName
@@ -63,12 +66,12 @@ class KeyedRequest:
 
     @property
     def resumes(self) -> bool:
-        """Whether the client has the beginning of a stream."""
+        """True if the client has the beginning of a stream and resumes it."""
         return bool(self.run)
 
 
 def keyed_request(headers: Headers, tenant: str, path: str) -> KeyedRequest | None:
-    """What the headers ask for; None: the request has no key.
+    """Parse the headers of a request; None if it has no key.
 
     Raises:
         ApiError: 400, naming the header.
@@ -91,28 +94,28 @@ def keyed_request(headers: Headers, tenant: str, path: str) -> KeyedRequest | No
 
 
 class Repeats:
-    """All requests with a key of this gateway."""
+    """All requests of this gateway with an idempotency key."""
 
     def __init__(self, answers: RetainedAnswers, claims: AnswerClaims) -> None:
         self.answers, self._claims = answers, claims
 
     def find(self, request: KeyedRequest, digest: bytes) -> RetainedAnswer | None:
-        """The answer that this gateway has to a request, or is making. `digest`: of the request's body.
+        """The answer to a request that this gateway has or is making. `digest`: digest of the request's body.
 
         Raises:
-            IdempotencyKeyReusedError: the key stands for a request with another body.
+            IdempotencyKeyReusedError: the key belongs to a request with another body.
         """
         return self.answers.find(request.name.digest, digest)
 
     async def repeat(
         self, exchange: Exchange, request: KeyedRequest, answer: RetainedAnswer, deadline: float
     ) -> None:
-        """Respond with an answer that `find` has found. `deadline`: Unix time until which its client waits for it.
+        """Respond with an answer that `find` returned. `deadline`: Unix time until which the client waits for it.
 
         Raises:
-            MmdError: the answer is gone, or does not come in time.
-            ApiError: the request is at fault.
-            ClientGoneError: the client hung up, or cannot be told otherwise that the rest does not come.
+            MmdError: the answer is gone, or does not arrive in time.
+            ApiError: the request is invalid.
+            ClientGoneError: the client hung up, or closing its connection is the only way to report that the rest is missing.
         """
         await until_gone(exchange.receive, _deliver(exchange, answer, request, deadline, is_first=False))
 
@@ -125,15 +128,17 @@ class Repeats:
         make: Make,
         not_needed: Callable[[], None],
     ) -> None:
-        """Make the answer for this client and those that will repeat its request, or read it from the gateway that has it: either goes on
-        while one of them waits. `digest` and `deadline` as above. `not_needed`: is called once it is certain that `make` will not be.
+        """Make the answer for this client and all that repeat its request, or read it from the gateway that has it.
+
+        Either continues as long as one of these clients waits. `digest` and `deadline` are those of `find` and `repeat`. `not_needed` is called
+        when it is certain that `make` will not be called.
 
         Raises:
-            TooManyRequestsError: too many are being made.
-            ClientGoneError: nobody waits for the answer any more.
+            TooManyRequestsError: too many answers are being made.
+            ClientGoneError: no client waits for the answer any more.
         """
         name = request.name
-        if request.resumes:  # it has no beginning, which others may want
+        if request.resumes:  # the answer has no beginning, which repeats would need
             name = RequestName(name.tenant, f"{name.digest} {exchange.request_id}")
             not_needed()
         answer = self.answers.begin(name, digest)
@@ -144,11 +149,11 @@ class Repeats:
         )
         try:
             await asyncio.wait({client})
-            gone = False
+            is_gone = False
             try:
                 client.result()
             except ClientGoneError:
-                gone = True  # another has the answer, or may come for it
+                is_gone = True  # another client reads the answer, or may still ask for it
             except MmdError as error:
                 await exchange.fail(api_error(error))
             except ApiError as error:
@@ -156,7 +161,7 @@ class Repeats:
             await answer.until_unwanted()
             if not answer.state:
                 self.answers.finish(answer, "broken", keep=False)
-                if gone:
+                if is_gone:
                     raise ClientGoneError("the client hung up, and none repeated its request")
         finally:
             for task in (work, client):
@@ -188,7 +193,7 @@ class Repeats:
         except MmdError as error:
             answer.fault = error
             if not answer.status:
-                answer.relayed = False  # this is not what the other gateway has
+                answer.relayed = False  # this error is not the answer of the other gateway
                 await maker.fail(api_error(error))
                 end = "failed"
         finally:
@@ -199,23 +204,25 @@ class Repeats:
         exchange: Exchange,
         request: KeyedRequest,
         answer: RetainedAnswer,
-        begun: Callable[[], None],
+        on_begin: Callable[[], None],
     ) -> End | None:
-        """Read the answer from the gateway that has it, if another one does. `begun`: is called when it begins to come from there."""
+        """Read the answer from another gateway, if one has it. `on_begin` is called when the answer begins to arrive."""
         lost = ""
         claim = "" if request.resumes else exchange.request_id
-        answer.claim = claim  # also where the one who keeps it does not reply
-        for _ in range(MAX_CLAIMED):
-            held = await self._claims.holder(request.name, claim, lost)
-            if held.holder in ("", self._claims.pod):
+        answer.claim = claim  # even if the keeper does not reply
+        for _ in range(MAX_HOLDERS):
+            claimed = await self._claims.holder(request.name, claim, lost)
+            if claimed.holder in ("", self._claims.pod):
                 break
             answer.relayed = True
-            end = await self._claims.relay(held.holder, request.name, answer, exchange.request_id, begun)
+            end = await self._claims.relay(
+                claimed.holder, request.name, answer, exchange.request_id, on_begin
+            )
             if end is not None:
                 answer.claim = ""
                 return end
-            answer.relayed = False  # before it is this gateway's
-            lost = held.claim
+            answer.relayed = False  # must be reset before this gateway makes the answer
+            lost = claimed.claim
         return None
 
 
@@ -225,24 +232,26 @@ async def _deliver(
     """Send an answer to one client as it grows. `is_first`: the answer is made for this client, and ends at its deadline.
 
     Raises:
-        AnswerGoneError: what comes next is no longer kept.
-        DeadlineError: the answer has not ended at the deadline of this client.
-        MmdError: the rest does not come.
+        AnswerGoneError: the next block is no longer kept.
+        DeadlineError: the answer has not ended by this client's deadline.
+        MmdError: the rest of the answer will not arrive.
         ApiError: there is no such stream, or no such event in it.
     """
-    begun = False
-    if answer.status:  # before it counts as a reader
+    has_begun = False
+    if answer.status:  # checked before this client counts as a reader
         _check_resumption(request, answer)
     last_event = answer.block(request.at - 1)
     with answer.reader(request.at) as reader:
         try:
             while True:
-                begin, left = reader.at, deadline - time.time()
-                piece = await answer.read(reader, left if left > 0 else POLL_SECONDS)
-                last_event = _last_event(answer, range(begin, reader.at)) or last_event
-                if piece.status and not begun:
+                first_block, remaining_seconds = reader.at, deadline - time.time()
+                piece = await answer.read(
+                    reader, remaining_seconds if remaining_seconds > 0 else POLL_SECONDS
+                )
+                last_event = _last_event(answer, range(first_block, reader.at)) or last_event
+                if piece.status and not has_begun:
                     _check_resumption(request, answer)
-                    begun = True
+                    has_begun = True
                     await _begin(exchange, piece, is_repeat=not is_first or answer.relayed)
                 if piece.blocks:
                     body = b"".join(piece.blocks)
@@ -258,29 +267,29 @@ async def _deliver(
                         "x-request-timeout or spec.gateway.requestTimeoutSeconds"
                     )
         except MmdError as error:
-            if begun and not exchange.streaming:  # too late for an error: the connection ends
+            if has_begun and not exchange.streaming:  # too late for an error response: the connection ends
                 raise ClientGoneError(error.message) from error
             raise
         finally:
-            number = _NUMBER.search(last_event, 0, HEAD_BYTES)
+            number = _NUMBER.search(last_event, 0, EVENT_HEAD_BYTES)
             exchange.next_event = int(number[1]) + 1 if number else request.at
 
 
 def _last_event(answer: RetainedAnswer, blocks: range) -> bytes:
-    """The last of these blocks that is no comment; empty: none is."""
-    found = map(answer.block, reversed(blocks))
-    return next((block for block in found if not block.startswith(b":")), b"")
+    """The last of these blocks other than comments; empty if there is none."""
+    newest_first = map(answer.block, reversed(blocks))
+    return next((block for block in newest_first if not block.startswith(b":")), b"")
 
 
 def _fault(answer: RetainedAnswer) -> MmdError:
-    """Why the rest does not come. It is no event of the stream, which may go on at the gateway that makes it: it has no id."""
+    """The reason why the rest will not arrive. It is not an event with an id, because the stream may go on at the gateway that makes it."""
     if answer.fault is None:
         return PeerLostError("the request that makes this answer was cancelled; retry")
     return type(answer.fault)(answer.fault.message)
 
 
 def _check_resumption(request: KeyedRequest, answer: RetainedAnswer) -> None:
-    """Check that an answer that begins is the stream that a client resumes, if it resumes one; an error is for it as well."""
+    """Check that a beginning answer is the stream that the client resumes, if any; error responses pass unchecked."""
     if not request.resumes or answer.status != HTTPStatus.OK:
         return
     if not answer.is_stream:
@@ -294,7 +303,7 @@ def _check_resumption(request: KeyedRequest, answer: RetainedAnswer) -> None:
 
 
 async def _begin(exchange: Exchange, piece: RetainedPiece, *, is_repeat: bool) -> None:
-    """Send the head. That of a repeat has the id of the request that it repeats."""
+    """Send the head. A repeat has the id of the request that it repeats."""
     headers = list(piece.headers)
     names = Headers(raw=headers)
     if is_repeat:

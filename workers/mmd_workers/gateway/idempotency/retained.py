@@ -1,8 +1,7 @@
-"""Answers to requests with an idempotency key: kept while they are made and for a while afterwards, for every client that sends the same
-request. Independent of headers, of workers and of other gateways.
+"""Keeps answers to requests with an idempotency key, during and for a while after their generation, for all clients that repeat the request.
 
-An answer is a list of blocks: the events of a stream, or pieces of a body. The id of an event names the run that made it and its block, so that
-no stream goes on with what another run of the same request made.
+Independent of headers, of workers and of other gateways. An answer is a list of blocks: the events of a stream, or pieces of a body. The id of an
+event names the run that made it and its block, so that no stream continues with events from another run of the same request.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from mmd_api.contract.errors import (
     TooManyRequestsError,
 )
 
-WINDOW_SECONDS = 300.0  # after its end
-ABANDONED_SECONDS = 30.0  # without a client until its work is cancelled
+WINDOW_SECONDS = 300.0  # an answer is kept this long after its end
+ABANDONED_SECONDS = 30.0  # an answer without a client is cancelled after this time
 MAX_KEYS = 4096
 MAX_KEYS_OF_TENANT = 1024
-BUDGET_DIVISOR = 32  # of the gateway's memory
-TENANT_DIVISOR = 4  # of the budget: what one tenant may have retained
+BUDGET_DIVISOR = 32  # the budget is the gateway's memory divided by this
+TENANT_DIVISOR = 4  # one tenant's answers may take the budget divided by this
 MAX_ANSWER_BYTES = 4 << 20
-AHEAD_BYTES = 256 << 10  # of an answer that is made faster than any client reads it
+AHEAD_BYTES = 256 << 10  # an answer may be this far ahead of its fastest reader
 PIECE_BYTES = 256 << 10
-BLOCK_BYTES = 130  # that a block takes beside its data, as measured
-REMOTE_SECONDS = 5.0  # after its last question another gateway no longer reads
+BLOCK_OVERHEAD_BYTES = 130  # measured
+REMOTE_SECONDS = 5.0  # another gateway that has not asked for this long no longer counts as a reader
 RETRY_SECONDS = 1.0
-RUN_CHARACTERS = 8  # of a request id, whose end is random
+RUN_CHARACTERS = 8  # a run is named by the end of its request id, which is random
 
 End = Literal["", "complete", "failed", "broken"]
-"""How an answer ended: "failed": with an error as its response or last event; "broken": without its rest, which does not come."""
+"""How an answer ended. "failed": with an error as its response or last event. "broken": in the middle, and the rest will not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestName:
-    """What a key stands for: one of a tenant's requests at one path. `digest`: of all three, by which gateways know it."""
+    """Identifies one tenant's request at one path by its key. `digest`: digest of all three, the name among gateways."""
 
     tenant: str
     digest: str
@@ -58,8 +57,10 @@ class RequestName:
 
 @dataclass(frozen=True, slots=True)
 class RetainedPiece:
-    """Blocks of an answer, of which the first may be cut at its beginning, and with `cut` the last at its end. `status` 0: it has not begun.
-    `end`: of the answer, behind these blocks.
+    """Consecutive blocks of an answer.
+
+    The first block may lack its beginning, and if `cut` is set the last lacks its end. `status`: 0 if the answer has not begun. `end`: how the
+    answer ended after these blocks.
     """
 
     status: int
@@ -71,8 +72,9 @@ class RetainedPiece:
 
 @dataclass(slots=True, eq=False)
 class AnswerReader:
-    """How far a reader has come: the block, and the bytes of it that have been read. `seen`: when it last asked (monotonic), of another
-    gateway.
+    """The position of a reader: block `at`, of which it has read `skip` bytes.
+
+    `seen`: for another gateway, when it last asked (monotonic); None for a client.
     """
 
     at: int
@@ -81,7 +83,7 @@ class AnswerReader:
 
 
 class _Signal:
-    """Wakes all who wait."""
+    """Wakes all waiting tasks."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -91,7 +93,7 @@ class _Signal:
         self._event = asyncio.Event()
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Wait for the next `fire`, at most so long."""
+        """Wait for the next `fire`, at most this long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._event.wait()
@@ -99,17 +101,17 @@ class _Signal:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """`end`: bytes of the answer up to here, as they are counted: each block with what it takes beside its data."""
+    """A block of an answer. `end`: the answer's bytes up to here, including the overhead of each block."""
 
     end: int
     data: bytes
 
 
 class RetainedAnswer:
-    """An answer, the newest part of which is kept. Its maker sends it to `put`, and calls `end`.
+    """An answer of which the newest part is kept. Its maker sends it to `put`, and then calls `end`.
 
-    `grown`: is called with the bytes that have come, and with 0 when a reader has gone. `ahead_bytes`: how far it may now be ahead of all
-    that read it.
+    `grown`: called with the number of added bytes, and with 0 when a reader has gone. `ahead_bytes`: returns how far the answer may now be ahead
+    of all its readers.
     """
 
     def __init__(
@@ -121,10 +123,10 @@ class RetainedAnswer:
     ) -> None:
         self.name, self.digest = name, digest
         self.relayed = False  # another gateway makes it
-        self.claim = ""  # under which other gateways find it
-        self.is_beyond = False  # another gateway makes it, which has not made the event that the client names
-        self.run = ""  # of its maker, in the ids of events
-        self.fault: MmdError | None = None  # why it is broken, if there was a reason
+        self.claim = ""  # other gateways find the answer by this claim
+        self.is_beyond = False  # another gateway makes it, and has not made the client's event yet
+        self.run = ""  # names the maker in the ids of events
+        self.fault: MmdError | None = None  # why it is broken, if the reason is known
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.state: End = ""
@@ -133,24 +135,24 @@ class RetainedAnswer:
         self.is_stream = False
         self._grown, self._ahead_limit = grown, ahead_bytes
         self._blocks: deque[_Block] = deque()
-        self._first = 0  # number of the first block that is kept
-        self._num_bytes = 0  # of the answer so far
+        self._first = 0  # number of the first kept block
+        self._num_bytes = 0  # the size of the answer so far, dropped blocks included
         self._readers: dict[str | AnswerReader, AnswerReader] = {}
-        self._left = time.monotonic()  # when the last reader went
+        self._last_reader_left = time.monotonic()
         self._news, self._taken, self._crowd = _Signal(), _Signal(), _Signal()
 
     @property
     def next_block(self) -> int:
-        """Number of the block that comes next."""
+        """The number of the next block."""
         return self._first + len(self._blocks)
 
     def block(self, number: int) -> bytes:
-        """The block with this number; empty where it is not kept."""
+        """The block with this number; empty if it is not kept."""
         at = number - self._first
         return self._blocks[at].data if 0 <= at < len(self._blocks) else b""
 
     def begin_at(self, block: int) -> None:
-        """What comes before this block is not kept here."""
+        """Begin at this block; earlier blocks are not kept here."""
         self._first = block
 
     async def put(self, message: MutableMapping[str, Any]) -> None:
@@ -163,7 +165,7 @@ class RetainedAnswer:
                 await self.room()
 
     def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Take the head."""
+        """Take the status and the headers."""
         self.status, self.headers = status, headers
         self.is_stream = any(
             name.lower() == b"content-type" and value.startswith(b"text/event-stream")
@@ -177,72 +179,72 @@ class RetainedAnswer:
         """Take blocks, in order."""
         before = self._num_bytes
         for data in blocks:
-            self._num_bytes += len(data) + BLOCK_BYTES
+            self._num_bytes += len(data) + BLOCK_OVERHEAD_BYTES
             self._blocks.append(_Block(self._num_bytes, data))
         self.kept_bytes += self._num_bytes - before
         self._grown(self, self._num_bytes - before)
         self._news.fire()
 
     async def room(self, seconds: float = math.inf) -> None:
-        """Wait until the fastest reader, if there is one, is close enough, at most so long."""
-        until = time.monotonic() + seconds
-        while self.is_full and (left := until - time.monotonic()) > 0:
-            await self._taken.wait(min(left, RETRY_SECONDS))
+        """Wait until the fastest reader, if any, is close enough, at most this long."""
+        deadline = time.monotonic() + seconds
+        while self.is_full and (remaining := deadline - time.monotonic()) > 0:
+            await self._taken.wait(min(remaining, RETRY_SECONDS))
 
     @property
     def is_full(self) -> bool:
-        """Whether all readers are far behind."""
+        """True if all readers are far behind."""
         ahead = self._ahead_bytes()
         return ahead > 0 and ahead > self._ahead_limit(self)
 
     def shrink(self, to_bytes: int) -> int:
-        """Drop the oldest blocks, but none that the fastest reader does not have; returns the bytes dropped."""
+        """Drop the oldest blocks down to `to_bytes`, but only those that the fastest reader has; returns the dropped bytes."""
         before = self.kept_bytes
-        read = max((reader.at for reader in self._readers.values()), default=math.inf)
-        while self.kept_bytes > to_bytes and len(self._blocks) > 1 and self._first < read:
-            self.kept_bytes -= len(self._blocks.popleft().data) + BLOCK_BYTES
+        first_unread = max((reader.at for reader in self._readers.values()), default=math.inf)
+        while self.kept_bytes > to_bytes and len(self._blocks) > 1 and self._first < first_unread:
+            self.kept_bytes -= len(self._blocks.popleft().data) + BLOCK_OVERHEAD_BYTES
             self._first += 1
         return before - self.kept_bytes
 
     def end(self, state: End) -> None:
-        """It grows no more."""
+        """Mark the answer as ended."""
         self.state, self.ended_at = state, time.monotonic()
         for signal in (self._news, self._taken, self._crowd):
             signal.fire()
 
     @contextlib.contextmanager
     def reader(self, at: int) -> Iterator[AnswerReader]:
-        """A client that reads from this block on."""
+        """Register a client that reads from this block on."""
         reader = AnswerReader(at)
         self._readers[reader] = reader
         try:
             yield reader
         finally:
             del self._readers[reader]
-            self._left = time.monotonic()
+            self._last_reader_left = time.monotonic()
             self._taken.fire()
             self._crowd.fire()
             self._grown(self, 0)
 
     @property
     def has_readers(self) -> bool:
-        """Whether a client of this gateway reads it, or another gateway."""
+        """True if a client of this gateway or another gateway reads the answer."""
         self._forget_silent()
         return bool(self._readers)
 
     def is_read_by(self, name: str) -> bool:
-        """Whether this other gateway reads it for one of its clients."""
+        """True if the other gateway with this name reads the answer for one of its clients."""
         self._forget_silent()
         return name in self._readers
 
     def unread_elsewhere_bytes(self) -> int:
-        """Bytes that another gateway, which reads it, does not have, and one for its end; 0: none reads it."""
+        """The bytes that a reading gateway does not yet have, plus one for the end; 0 if no other gateway reads the answer."""
         self._forget_silent()
         remote = [reader.at for reader in self._readers.values() if reader.seen is not None]
         return 1 + self._bytes_from(min(remote)) if remote else 0
 
     def remote_reader(self, name: str, at: int, skip: int) -> AnswerReader:
-        """Another gateway that reads for its clients. It asks again and again, and is gone once it no longer does, or has been told the end."""
+        """The reader for another gateway, which reads for its clients. It asks repeatedly, and is gone when it stops asking or has received the end."""
         self._forget_silent()
         reader = self._readers.setdefault(name, AnswerReader(at))
         reader.at, reader.skip, reader.seen = at, skip, time.monotonic()
@@ -250,17 +252,17 @@ class RetainedAnswer:
         return reader
 
     def remote_has_all(self, name: str) -> None:
-        """Another gateway has the end."""
+        """Remove the reader of another gateway, because it has received the end."""
         if self._readers.pop(name, None) is not None:
             self._grown(self, 0)
 
     async def read(
         self, reader: AnswerReader, seconds: float | None = None, most_bytes: int = PIECE_BYTES
     ) -> RetainedPiece:
-        """What comes next for a reader, at most so many bytes; waits for it, at most so long.
+        """Read the next blocks for a reader, at most `most_bytes`, waiting for them at most this long.
 
         Raises:
-            AnswerGoneError: it is no longer kept.
+            AnswerGoneError: the next block is no longer kept.
         """
         if self._has_nothing_for(reader):
             await self._news.wait(seconds)
@@ -285,13 +287,16 @@ class RetainedAnswer:
         )
 
     async def until_unwanted(self) -> None:
-        """Wait until it has ended, or has had no reader for so long that none will come. One who comes later finds it at its own gateway."""
+        """Wait until the answer has ended, or has had no reader for so long that none is expected. A later client finds it at its own gateway."""
         while not self.state:
             self._forget_silent()
             if self._readers:
                 await self._crowd.wait(REMOTE_SECONDS)
-            elif not self.relayed and (left := self._left + ABANDONED_SECONDS - time.monotonic()) > 0:
-                await self._crowd.wait(left)
+            elif (
+                not self.relayed
+                and (remaining := self._last_reader_left + ABANDONED_SECONDS - time.monotonic()) > 0
+            ):
+                await self._crowd.wait(remaining)
             else:
                 return
 
@@ -299,10 +304,10 @@ class RetainedAnswer:
         return reader.at >= self.next_block and not self.state
 
     def _events(self, body: bytes) -> Iterator[bytes]:
-        """The events and comments in a part of a stream, which ends with one of them."""
+        """Split a part of a stream into its events and comments, and give events their ids. The part ends with one of them."""
         for number, block in enumerate(body.split(b"\n\n")[:-1], self.next_block):
-            mark = b"" if block.startswith(b":") else b"id: %b-%d\n" % (self.run.encode(), number)
-            yield b"%b%b\n\n" % (mark, block)
+            id_line = b"" if block.startswith(b":") else b"id: %b-%d\n" % (self.run.encode(), number)
+            yield b"%b%b\n\n" % (id_line, block)
 
     def _ahead_bytes(self) -> int:
         self._forget_silent()
@@ -311,7 +316,7 @@ class RetainedAnswer:
         return self._bytes_from(max(reader.at for reader in self._readers.values()))
 
     def _bytes_from(self, at: int) -> int:
-        """Bytes that are kept, from this block on."""
+        """The kept bytes from this block on."""
         if at <= self._first:
             return self.kept_bytes
         return 0 if at >= self.next_block else self._num_bytes - self._blocks[at - self._first - 1].end
@@ -321,7 +326,7 @@ class RetainedAnswer:
         for key, reader in list(self._readers.items()):
             if reader.seen is not None and now - reader.seen > REMOTE_SECONDS:
                 del self._readers[key]
-                self._left = now
+                self._last_reader_left = now
 
 
 def _cut(body: bytes) -> Iterator[bytes]:
@@ -331,61 +336,63 @@ def _cut(body: bytes) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class RetainedAnswers:
-    """All of a gateway. What is over the budget, over a tenant's part of it, or over the number of keys, makes answers go that have ended, the
-    first of them first: those of the tenant itself, and for the budget those of tenants that have more than all have on average.
+    """All retained answers of a gateway.
 
-    Of one that is being made the beginning goes, and it then comes no faster than it is read. An answer that is being read, by clients or by
-    another gateway for its own, counts until they have it, although no other can find it any more.
+    If the budget, a tenant's part of it, or the number of keys is exceeded, ended answers are dropped, in the order of their ends: those of the
+    tenant itself, and for the budget those of tenants with more than the average.
 
-    `on_drop`: is called with an answer that no other can find any more.
+    If that is not enough, an answer that is still being made loses its beginning, and then grows no faster than it is read. A dropped answer can no
+    longer be found, but counts until its readers have it, whether these are clients or another gateway on behalf of its clients.
+
+    `on_drop`: called with an answer that can no longer be found.
     """
 
     budget_bytes: int
     used_bytes: int = 0
     on_drop: Callable[[RetainedAnswer], None] = field(default=lambda _answer: None)
-    _answers: dict[str, RetainedAnswer] = field(default_factory=dict)  # by the digest of the name
+    _answers: dict[str, RetainedAnswer] = field(default_factory=dict)  # by digest of the name
     _keys: Counter[str] = field(default_factory=Counter)  # by tenant
     _bytes: Counter[str] = field(default_factory=Counter)
     _ended: dict[str, OrderedDict[str, RetainedAnswer]] = field(default_factory=dict)  # by tenant
-    _dropped: dict[RetainedAnswer, None] = field(default_factory=dict)  # that are still read
+    _dropped: dict[RetainedAnswer, None] = field(default_factory=dict)  # still being read
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def find(self, name_digest: str, digest: bytes) -> RetainedAnswer | None:
-        """The answer to the request of this name, if there is one. `digest`: of its body.
+        """The answer to the request with this name, if there is one. `digest`: digest of the request's body.
 
         Raises:
-            IdempotencyKeyReusedError: the key stands for a request with another body.
+            IdempotencyKeyReusedError: the key belongs to a request with another body.
         """
-        found = self._answers.get(name_digest)
-        if found is not None and _is_old(found):
-            self._drop(found)
-            found = None
-        if found is not None and found.digest != digest:
+        answer = self._answers.get(name_digest)
+        if answer is not None and _is_old(answer):
+            self._drop(answer)
+            answer = None
+        if answer is not None and answer.digest != digest:
             raise IdempotencyKeyReusedError(
                 "idempotency-key: a request with this key had another body; send the same body, or another key"
             )
-        return found
+        return answer
 
     def find_for(self, reader: str, name_digest: str, digest: bytes) -> RetainedAnswer | None:
-        """As `find`, for another gateway: the answer that it has begun to read, if it has, although it may have been dropped meanwhile."""
+        """Find an answer for another gateway; an answer that it has begun to read is found even if it has been dropped since."""
         for answer in self._dropped:
             if answer.name.digest == name_digest and answer.digest == digest and answer.is_read_by(reader):
                 return answer
         return self.find(name_digest, digest)
 
     def begin(self, name: RequestName, digest: bytes) -> RetainedAnswer:
-        """A new answer, which its maker must `finish`.
+        """Begin a new answer, which its maker must `finish`.
 
         Raises:
-            TooManyRequestsError: too many are being made.
+            TooManyRequestsError: too many answers are being made.
         """
-        while (of_tenant := self._has_all_keys(name.tenant)) or len(self._answers) >= MAX_KEYS:
-            if not (self._drop_oldest(name.tenant) if of_tenant else self._drop_of_most(self._keys)):
+        while (is_tenant_full := self._has_all_keys(name.tenant)) or len(self._answers) >= MAX_KEYS:
+            if not (self._drop_oldest(name.tenant) if is_tenant_full else self._drop_of_most(self._keys)):
                 whose, count = (
                     ("of this tenant", self._keys[name.tenant])
-                    if of_tenant
+                    if is_tenant_full
                     else ("of all", len(self._answers))
                 )
                 raise TooManyRequestsError(
@@ -398,11 +405,11 @@ class RetainedAnswers:
         return answer
 
     def unread_elsewhere_bytes(self) -> int:
-        """Bytes of answers here that other gateways are reading and do not have; above 0 until they have all of them."""
+        """The bytes of answers that other gateways are reading and do not yet have; above 0 until they have everything."""
         return sum(answer.unread_elsewhere_bytes() for answer in [*self._answers.values(), *self._dropped])
 
     def finish(self, answer: RetainedAnswer, state: End, *, keep: bool) -> None:
-        """The answer grows no more; only one that was kept can be repeated. Safe to call twice."""
+        """End an answer. Only an answer that is kept can be repeated. Safe to call twice."""
         if not answer.state:
             answer.end(state)
             if self._answers.get(answer.name.digest) is answer:
@@ -411,7 +418,7 @@ class RetainedAnswers:
             self._drop(answer)
 
     def forget_one(self) -> bool:
-        """Drop one answer whose time is over, or that was dropped and is read no more. Returns whether there was one."""
+        """Drop one expired answer, or release a dropped answer without readers. Returns True if there was one."""
         for answer in list(self._dropped):
             if self._release(answer):
                 return True
@@ -439,27 +446,27 @@ class RetainedAnswers:
         return AHEAD_BYTES if self._excess(answer.name.tenant) <= 0 else 0
 
     def _excess(self, tenant: str) -> int:
-        """Bytes by which this tenant has too many, or by which all have while this one has more than the average."""
-        of_all = self.used_bytes - self.budget_bytes
+        """The bytes by which this tenant exceeds its part, or all exceed the budget while this tenant has at least the average."""
+        total_excess = self.used_bytes - self.budget_bytes
         average = self.used_bytes / max(1, len(self._bytes))
-        return max(self._tenant_excess(tenant), of_all if self._bytes[tenant] >= average else 0)
+        return max(self._tenant_excess(tenant), total_excess if self._bytes[tenant] >= average else 0)
 
     def _has_all_keys(self, tenant: str) -> bool:
-        """Where the gateway needs no API keys, all requests are of one tenant, which has no name."""
+        """True if the tenant has as many keys as it may. Without API keys all requests belong to one tenant without a name, which has no limit."""
         return bool(tenant) and self._keys[tenant] >= MAX_KEYS_OF_TENANT
 
     def _tenant_excess(self, tenant: str) -> int:
         return self._bytes[tenant] - self.budget_bytes // TENANT_DIVISOR if tenant else 0
 
     def _drop_oldest(self, tenant: str) -> bool:
-        """Drop the answer of a tenant that ended first. Returns whether there was one."""
+        """Drop a tenant's answer that ended first. Returns True if there was one."""
         if ended := self._ended.get(tenant):
             self._drop(next(iter(ended.values())))
             return True
         return False
 
     def _drop_of_most(self, share: Counter[str]) -> bool:
-        """Drop an answer of the tenant that has most, of those that have no less than the average. Returns whether there was one."""
+        """Drop an answer of the tenant with the largest share, among those with at least the average. Returns True if there was one."""
         average = share.total() / max(1, len(share))
         tenants = [tenant for tenant in self._ended if share[tenant] >= average]
         return bool(tenants) and self._drop_oldest(max(tenants, key=share.__getitem__))
@@ -481,7 +488,7 @@ class RetainedAnswers:
         self.on_drop(answer)
 
     def _release(self, answer: RetainedAnswer) -> bool:
-        """Count a dropped answer no more, once nobody reads it."""
+        """Stop counting a dropped answer when nobody reads it. Returns True if it was released."""
         if answer not in self._dropped or answer.has_readers:
             return False
         del self._dropped[answer]

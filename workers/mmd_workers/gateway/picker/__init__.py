@@ -1,4 +1,4 @@
-"""The endpoint picker, which proxies of the Gateway API ask for a gateway: a process of its own, and the gateway's side of it.
+"""The endpoint picker, a separate process for proxies of the Gateway API, and the gateway's side of it.
 
-Knows no request beyond its headers.
+The picker chooses a gateway pod for each request. It knows no request beyond its headers.
 """

@@ -1,5 +1,6 @@
-"""The gateway's side of its endpoint picker, which is a process of its own: starts it, tells it of the gateways, counts what it reports, and
-starts it again when it ends. No byte of those who speak to it comes here.
+"""The gateway's side of the endpoint picker process: starts and restarts it, sends it the state of the gateways, counts what it reports.
+
+No byte from the picker's peers reaches this process.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ PROGRAM = ("-P", "-B", "-m", "mmd_workers.gateway.picker.pick_process")
 VIEW_SECONDS = 0.25
 START_SECONDS = 30.0
 SILENT_SECONDS = 10.0
-"""Without a report, or with a view that it does not read, until it counts as hung."""
+"""The process counts as hung after this time without a report, or with a view that it does not read."""
 EXIT_SECONDS = 2.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 30.0
 PROVEN_SECONDS = 60.0
-"""It has run well for so long: what ended the one before is over."""
+"""A process that has run this long is healthy: whatever ended the previous one is over."""
 MAX_LINE_BYTES = 64 << 10
 MAX_GATEWAYS, MAX_NAME_CHARACTERS = 1000, 253
-"""Of what the process is told: a view is one line."""
+"""The limits of a view, which is one line: the number of gateways, and the length of a pod name."""
 MAX_TAIL_BYTES = 500
 
 _log = logging.getLogger(__name__)
 
 
 class _EndedError(Exception):
-    """Why the process is of no use any more."""
+    """The process can no longer be used; the message says why."""
 
 
 class EndpointPicker:
-    """`view()`: what the gateway knows now. `port`: where it listens, from its first start. `streams`: that are open. `answers`: whether it
-    does now. `fault`: why the one before has ended, until this one has run for a while. `last_pick`: when it reported one (time.monotonic).
+    """Keeps one picker process running.
+
+    `view()`: returns the current state of the gateways. `port`: the port that the picker listens on, known from its first start. `streams`:
+    number of open streams. `answers`: True while the process answers. `fault`: why the previous process ended, until this one has proven
+    healthy. `last_pick`: time of its last reported pick (time.monotonic).
     """
 
     def __init__(self, setup: Setup, view: Callable[[], View], metrics: Metrics) -> None:
@@ -63,7 +67,7 @@ class EndpointPicker:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0: there is none now."""
+        """The id of the process; 0 if none is running."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> None:
@@ -71,18 +75,18 @@ class EndpointPicker:
         self._task = asyncio.create_task(self._run(), name="endpoint-picker")
 
     async def until_it_answers(self) -> None:
-        """Return when one has answered, or when that takes too long."""
+        """Wait until a process has answered, or until that takes too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
                 await self._has_answered.wait()
 
     def drain(self, seconds: float) -> None:
-        """Take no stream any more; those that are open have so long. It ends when none is left."""
+        """Stop taking streams and give open ones this long; the process ends when none is left."""
         self._drain_until = time.monotonic() + seconds
         self._drains.set()
 
     async def stop(self) -> None:
-        """End it; streams that are open get a second."""
+        """End the process; open streams get a second."""
         self.drain(0.0)
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
@@ -98,9 +102,9 @@ class EndpointPicker:
         while self._drain_until is None:
             began = time.monotonic()
             try:
-                words = await self._run_once()
+                reason = await self._run_once()
             except Exception as error:  # noqa: BLE001 - the gateway goes on without it
-                words = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
             finally:
                 self._process, self.streams, self.answers = None, 0, False
                 self._metrics.picker_down.set(1)
@@ -110,15 +114,15 @@ class EndpointPicker:
             if time.monotonic() - began > PROVEN_SECONDS:
                 backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
             pause = backoff.next()
-            self.fault = words
+            self.fault = reason
             self._metrics.picker_restarts.inc()
-            _log.warning("the endpoint picker has ended, starting it again in %.1f s: %s", pause, words)
+            _log.warning("the endpoint picker has ended, starting it again in %.1f s: %s", pause, reason)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._drains.wait()
 
     async def _run_once(self) -> str:
-        """From the start of a process until it has ended; returns how."""
+        """Run a process until it ends; returns how it ended."""
         output = os.memfd_create("mmd-picker-stderr")
         try:
             process = await asyncio.create_subprocess_exec(
@@ -129,41 +133,42 @@ class EndpointPicker:
                 stderr=output,
                 limit=MAX_LINE_BYTES,
                 env=_environment(),
-                start_new_session=True,  # Ctrl-C reaches the gateway, which ends it
+                start_new_session=True,  # Ctrl-C reaches only the gateway, which then ends the process
             )
             self._process = process
             try:
                 words = await self._attend(process)
             finally:
-                with contextlib.suppress(TimeoutError):  # to kill it while it ends would hide how it ended
+                # Killing a process that is ending would hide how it ended.
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(1.0):
                         await process.wait()
                 if process.returncode is None:
                     process.kill()
                     async with asyncio.timeout(EXIT_SECONDS):
                         await process.wait()
-            said = os.pread(output, MAX_OUTPUT_BYTES, 0)[-MAX_TAIL_BYTES:].decode(errors="replace").strip()
-            return f"{words}, exit status {process.returncode}" + (f"; {said!r}" if said else "")
+            tail = os.pread(output, MAX_OUTPUT_BYTES, 0)[-MAX_TAIL_BYTES:].decode(errors="replace").strip()
+            return f"{words}, exit status {process.returncode}" + (f"; {tail!r}" if tail else "")
         finally:
             os.close(output)
 
     async def _attend(self, process: asyncio.subprocess.Process) -> str:
-        """Write to it and read from it until either fails; returns why."""
+        """Write to the process and read from it until either fails; returns why."""
         assert process.stdin is not None
         assert process.stdout is not None
-        telling = asyncio.create_task(self._tell(process.stdin))
-        hearing = asyncio.create_task(self._hear(process.stdout))
-        tasks = (hearing, telling)
+        writing = asyncio.create_task(self._write_messages(process.stdin))
+        reading = asyncio.create_task(self._read_reports(process.stdout))
+        tasks = (reading, writing)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([hearing], timeout=EXIT_SECONDS)  # its last words
+            await asyncio.wait([reading], timeout=EXIT_SECONDS)  # until it has read the last reports
             return "; ".join(str(e) for task in tasks if task.done() and (e := task.exception()))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _tell(self, pipe: asyncio.StreamWriter) -> None:
+    async def _write_messages(self, pipe: asyncio.StreamWriter) -> None:
         message: Setup | View = self._setup
         while not pipe.is_closing():
             try:
@@ -180,7 +185,7 @@ class EndpointPicker:
             if self._drain_until is not None:
                 message = replace(message, drain_seconds=max(0.0, self._drain_until - time.monotonic()))
 
-    async def _hear(self, pipe: asyncio.StreamReader) -> None:
+    async def _read_reports(self, pipe: asyncio.StreamReader) -> None:
         began, seconds = time.monotonic(), START_SECONDS
         while True:
             try:
@@ -215,17 +220,21 @@ class EndpointPicker:
 
 
 def loads_of(beats: Sequence[Heartbeat]) -> list[GatewayLoad]:
-    """Gateways among pods. Other pods may say what they like, and no gateway more than an address is."""
-    found: list[GatewayLoad] = []
+    """The gateways among the pods. Other pods are ignored, and so is a gateway whose endpoint is not an address."""
+    gateways: list[GatewayLoad] = []
     for beat in beats:
-        if beat.pool == "gateway" and len(found) < MAX_GATEWAYS and is_host_and_port(beat.api_endpoint):
+        if beat.pool == "gateway" and len(gateways) < MAX_GATEWAYS and is_host_and_port(beat.api_endpoint):
             load = beat.state == "ready", beat.requests, beat.max_requests, beat.sent
-            found.append(GatewayLoad(beat.pod[:MAX_NAME_CHARACTERS], beat.api_endpoint, *load))
-    return found
+            gateways.append(GatewayLoad(beat.pod[:MAX_NAME_CHARACTERS], beat.api_endpoint, *load))
+    return gateways
 
 
 def _environment() -> dict[str, str]:
-    """Nothing of the gateway's but where its modules are, since its own has secrets. Without words of gRPC's own, which peers can cause."""
-    kept = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    prompt = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}  # it gives memory back at once
-    return {**kept, **prompt, "GRPC_VERBOSITY": "NONE"}
+    """The environment of the process.
+
+    Only the module path is passed on, because the gateway's environment has secrets. gRPC's own logging is off, because peers could trigger it.
+    """
+    module_path = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    # The allocator returns freed memory at once.
+    allocator = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    return {**module_path, **allocator, "GRPC_VERBOSITY": "NONE"}

@@ -1,10 +1,10 @@
-"""The messages of Envoy's external processing that an endpoint picker needs, parsed by protobuf's C parser (upb).
+"""The messages of Envoy's external processing for an endpoint picker, parsed by protobuf's C parser (upb).
 
-Names, numbers and types are those of `envoy/service/ext_proc/v3/external_processor.proto`, of the messages in `envoy/config/core/v3/base.proto`
-and `envoy/type/v3/http_status.proto` that it uses, and of `google/protobuf/struct.proto`; `tests/gateway/picker/test_ext_proc_messages.py` compares
-them with Envoy's own. Fields that are not listed are skipped, enums are integers, and maps are lists of their entries, which are the
-same bytes. No package on PyPI can replace the table: xds-protos overwrites files of opentelemetry-proto, and those of envoy-data-plane are
-parsed in Python.
+Names, numbers and types come from `envoy/service/ext_proc/v3/external_processor.proto`, from the messages it uses in
+`envoy/config/core/v3/base.proto` and `envoy/type/v3/http_status.proto`, and from `google/protobuf/struct.proto`;
+`tests/gateway/picker/test_ext_proc_messages.py` compares them with Envoy's own. Unlisted fields are skipped, enums are integers, and maps are
+lists of entries, which have the same encoding. No package on PyPI can replace the table: xds-protos overwrites files of opentelemetry-proto,
+and envoy-data-plane parses messages in Python.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from google.protobuf.message_factory import GetMessageClass
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
 NONE, FULL_DUPLEX_STREAMED = 0, 4
-"""Of `ProcessingMode.BodySendMode`: the proxy sends no body; it sends the body, and forwards only what comes back."""
+"""Values of `ProcessingMode.BodySendMode`.
+
+`NONE`: the proxy sends no body. `FULL_DUPLEX_STREAMED`: it sends the body, and forwards only what comes back.
+"""
 OVERWRITE_IF_EXISTS_OR_ADD = 2
-"""Of `HeaderValueOption.HeaderAppendAction`."""
+"""A value of `HeaderValueOption.HeaderAppendAction`."""
 MAX_HEAD_BYTES = 128 << 10
-"""Of a message that is no piece of a body."""
+"""The largest message other than a piece of a body."""
 MAX_MESSAGE_BYTES = (1 << 20) + (64 << 10)
-"""Proxies send a piece of a body as they have read it: up to their buffer limit, which is 1 MiB where none is set."""
+"""Proxies send a piece of a body as they read it: up to their buffer limit, which defaults to 1 MiB."""
 
 MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
     "ProcessingRequest": {
@@ -80,7 +83,7 @@ MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "details": (5, "string"),
     },
     "HttpStatus": {"code": (1, "int32")},
-    # Of a ProcessingRequest, what may be large: so many headers or values would take too long.
+    # The part of a ProcessingRequest that may be large: as many bytes of headers or values would take too long to parse.
     "BodyRequest": {"request_body": (4, "HttpBody"), "response_body": (5, "HttpBody")},
 }
 ONE_OF: Mapping[str, frozenset[str]] = {
@@ -90,7 +93,7 @@ ONE_OF: Mapping[str, frozenset[str]] = {
     "BodyRequest": frozenset({"request_body", "response_body"}),
     "Value": frozenset({"string_value", "struct_value", "list_value"}),
 }
-"""Fields of which a message has one at most."""
+"""Groups of fields, of which each message has at most one."""
 
 _SCALARS = {
     "bool": FieldDescriptorProto.TYPE_BOOL,
@@ -108,13 +111,15 @@ def _classes() -> dict[str, Any]:
         if name in ONE_OF:
             message.oneof_decl.add(name="kind")
         for field_name, (number, kind) in fields.items():
-            of, repeated = kind.removeprefix("repeated "), kind.startswith("repeated ")
-            label = FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
+            base_type, is_repeated = kind.removeprefix("repeated "), kind.startswith("repeated ")
+            label = (
+                FieldDescriptorProto.LABEL_REPEATED if is_repeated else FieldDescriptorProto.LABEL_OPTIONAL
+            )
             field = message.field.add(name=field_name, number=number, label=label)
-            if of in _SCALARS:
-                field.type = _SCALARS[of]
+            if base_type in _SCALARS:
+                field.type = _SCALARS[base_type]
             else:
-                field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{_PACKAGE}.{of}"
+                field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{_PACKAGE}.{base_type}"
             if field_name in ONE_OF.get(name, ()):
                 field.oneof_index = 0
     pool = DescriptorPool()
@@ -123,20 +128,20 @@ def _classes() -> dict[str, Any]:
 
 
 CLASSES = _classes()
-"""By name."""
+"""The message classes, by name."""
 ProcessingRequest = CLASSES["ProcessingRequest"]
 ProcessingResponse = CLASSES["ProcessingResponse"]
 
 
 class InvalidMessageError(Exception):
-    """Bytes that are no message of the protocol, or one that may not come here."""
+    """The bytes are not a message of the protocol, or the message is out of order."""
 
 
 def parse(data: bytes) -> Any:
-    """A message of a proxy. A large one has at most a piece of a body.
+    """Parse a message from a proxy. In a large message only a piece of a body is read.
 
     Raises:
-        InvalidMessageError: it is none.
+        InvalidMessageError: the bytes are not a message.
     """
     kind = ProcessingRequest if len(data) <= MAX_HEAD_BYTES else CLASSES["BodyRequest"]
     try:

@@ -1,4 +1,4 @@
-"""What a gateway and the process of its endpoint picker write to each other: lines of JSON over pipes. Independent of both."""
+"""The messages between a gateway and its endpoint picker process: lines of JSON over pipes. Independent of both."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ MIN_MEMORY_BYTES, MAX_MEMORY_BYTES = MIN_MEMORY_MEBIBYTES << 20, 1 << 30
 MEMORY_DIVISOR = 4
 MAX_SAMPLES = 512
 MAX_OUTPUT_BYTES = 16 << 10
-"""Of what the process may write to standard error, which is logged when it ends."""
+"""The most bytes that the process may write to standard error, which is logged when it ends."""
 MAX_COUNT = 1_000_000_000
 MAX_SECONDS = 3600.0
 
 PickOutcome = Literal[
     "picked", "passed", "no_gateway", "too_large", "invalid", "late", "too_many", "unread", "failed"
 ]
-"""`late`: the request did not arrive in time, which is its client's doing. `unread`: the proxy took no answer in time."""
+"""`late`: the request did not arrive in time, which its client caused. `unread`: the proxy took no answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first line in. `port` 0: a free one. `request_seconds`: how long a request may take at its gateway. `memory_bytes`: of the heap; the bounds of messages and streams follow from it, and beyond it an
-    allocation fails, which ends the process and nothing else.
+    """The first line that the process reads.
+
+    `port`: 0 chooses a free one. `request_seconds`: how long a request may take at its gateway. `memory_bytes`: limit of the heap, from which
+    the limits on messages and streams follow; an allocation beyond it fails, which ends the process and nothing else.
     """
 
     address: str
@@ -39,8 +41,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Each line after it: what the gateway knows. `is_current`: it would know of a change. `drain_seconds`: take no stream any more, and
-    end after so long, or when none is left.
+    """Each later line that the process reads: the gateway's view of the gateways.
+
+    `is_current`: the gateway would know of a change. `drain_seconds`: take no more streams, and end after this time or when none is left.
     """
 
     gateways: Sequence[GatewayLoad]
@@ -50,15 +53,16 @@ class View:
 
     @staticmethod
     def of(line: bytes) -> View:
-        """What the gateway wrote."""
+        """Parse a line from the gateway."""
         view = json.loads(line)
         return View(**{**view, "gateways": [GatewayLoad(**gateway) for gateway in view["gateways"]]})
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Each line out: where it listens, the streams that are open, and what has come since the line before. `seconds`: what answers took,
-    `MAX_SAMPLES` at most.
+    """Each line that the process writes: its port, its open streams, and the outcomes since the previous line.
+
+    `seconds`: how long answers took, at most `MAX_SAMPLES`.
     """
 
     port: int
@@ -68,29 +72,29 @@ class Report:
 
     @staticmethod
     def of(line: bytes) -> Report:
-        """What the process wrote, which may have been taken over by a peer.
+        """Parse a line from the process. The line is checked, because a peer may have taken over the process.
 
         Raises:
-            ValueError: it is no report.
+            ValueError: the line is not a report.
         """
-        found = json.loads(line)
+        report = json.loads(line)
         if not (
-            isinstance(found, dict)
-            and found.keys() == {"port", "streams", "outcomes", "seconds"}
-            and all(_is_count(found[name]) for name in ("port", "streams"))
-            and isinstance(found["outcomes"], dict)
-            and found["outcomes"].keys() <= set(get_args(PickOutcome))
-            and all(map(_is_count, found["outcomes"].values()))
-            and isinstance(found["seconds"], list)
-            and len(found["seconds"]) <= MAX_SAMPLES
-            and all(isinstance(s, float) and 0 <= s <= MAX_SECONDS for s in found["seconds"])
+            isinstance(report, dict)
+            and report.keys() == {"port", "streams", "outcomes", "seconds"}
+            and all(_is_count(report[name]) for name in ("port", "streams"))
+            and isinstance(report["outcomes"], dict)
+            and report["outcomes"].keys() <= set(get_args(PickOutcome))
+            and all(map(_is_count, report["outcomes"].values()))
+            and isinstance(report["seconds"], list)
+            and len(report["seconds"]) <= MAX_SAMPLES
+            and all(isinstance(s, float) and 0 <= s <= MAX_SECONDS for s in report["seconds"])
         ):
             raise ValueError("this is no report")
-        return Report(**found)
+        return Report(**report)
 
 
 def picker_bytes(present: int) -> int:
-    """Of the memory of a container with so much, what the process may take. The rest is the gateway's."""
+    """The memory for the process, in a container with `present` bytes. The rest is for the gateway."""
     return max(MIN_MEMORY_BYTES, min(MAX_MEMORY_BYTES, present // MEMORY_DIVISOR))
 
 
@@ -99,5 +103,5 @@ def _is_count(value: Any) -> bool:
 
 
 def line_of(message: Setup | View | Report) -> bytes:
-    """To be written."""
+    """Encode a message as a line."""
     return json.dumps(asdict(message)).encode() + b"\n"

@@ -1,8 +1,8 @@
-"""The process of the endpoint picker: a gRPC server that anybody may speak to, and that knows of its gateway only what that writes to its
-standard input. `picker` starts it. It is given no secret and imports neither the model nor NATS; but it runs as its gateway's user, whose
-files and processes it could read.
+"""The process of the endpoint picker: a gRPC server open to any peer.
 
-The end of that ends the process. What it has counted goes to standard output (`pick_messages`).
+`endpoint_picker` starts it. It knows only what its gateway writes to its standard input, and ends when that input ends. Its counts go to standard
+output (`pick_messages`). It is given no secret and imports neither the model nor NATS; but it runs as its gateway's user, whose files and
+processes it could read.
 """
 
 from __future__ import annotations
@@ -62,37 +62,38 @@ PDEATHSIG = 1
 NICENESS = 10
 MAX_OPEN_FILES = 1024
 MAX_CONNECTIONS = 64
-"""Of which each has some memory and a file: beyond them one is closed at once."""
+"""Each connection takes some memory and a file; connections beyond this number are closed at once."""
 STREAMS_OF_A_CONNECTION = 100
-"""Beyond it proxies open another one."""
+"""For more streams than this, proxies open another connection."""
 WINDOW_BYTES = 16 << 10
-"""That a peer may send on a stream before anybody reads."""
+"""The bytes that a peer may send on a stream before the stream is read."""
 OWN_BYTES = 160 << 20
-"""Of the memory, for the process itself."""
+"""The part of the memory for the process itself."""
 MESSAGE_BYTES = 2 * MAX_MESSAGE_BYTES
-"""Of the memory, for a stream that is read: gRPC takes in a message before this process sees it, and copies it then."""
+"""The memory for a stream that is being read: gRPC receives a message before this process sees it, and then copies it."""
 STREAM_BYTES = 64 << 10
-"""For one that waits to be read."""
+"""The memory for a stream that waits to be read."""
 FIRST_SHARE = 8
-"""Of the streams that are read, one part is for first messages, which have no body: a choice waits for no upload."""
+"""The turns for reading divided by this are for first messages, which have no body, so that no choice waits for an upload."""
 STREAMS_SHARE = 4
-"""Of the memory that is left, one part is for streams that wait."""
+"""The remaining memory divided by this is for waiting streams."""
 PIECE_BYTES = 62_000
-"""Of a body on its way back: some proxies take no more than 64 KiB at once, and a peer that reads nothing keeps no more in memory."""
+"""The size of body pieces sent back: some proxies take no more than 64 KiB at once, and a peer that does not read holds no more in memory."""
 PEER_SECONDS = 10.0
-"""For a handshake, to take an answer, to wait for a turn to be read, and for the next message of a stream while this drains."""
+"""The limit for a handshake, for taking an answer, for waiting for a turn to be read, and for the next message of a stream during a drain."""
 CROWDED_SECONDS = 2.0
-"""For the next message of a stream while others wait for their turn."""
+"""The limit for the next message of a stream while other streams wait for their turn."""
 PAUSE_SECONDS = 0.5
-"""A timer of this process that is later than that was held up by a pause of it."""
+"""A timer that fires later than this was delayed by a pause of this process."""
 END_SECONDS = 2.0
-"""To take the end of a stream."""
+"""The limit for taking the end of a stream."""
 AGE_SECONDS = 60.0
-"""Of a connection: then it takes no stream any more, and streams that are open on it may last as long as a request at its gateway. Proxies learn
-that in time, which they do not where gRPC closes one because it is idle: a stream that is just opened then fails. A proxy that reaches pickers by one
-address for all has another one after that, so that one that goes loses its streams by and by."""
+"""The age at which a connection takes no more streams; its open streams may still last as long as a request at the gateway.
+
+Proxies learn of this in time, unlike when gRPC closes an idle connection: a stream that is just being opened then fails. A proxy that reaches all
+pickers by one address may reach another picker after that, so a picker that is about to end loses its streams gradually."""
 STALE_SECONDS = 5.0
-"""Without a new view the proxy is to choose."""
+"""After this time without a new view, the choice is left to the proxy."""
 STOP_SECONDS = 1.0
 REPORT_SECONDS = 0.25
 MAX_LINE_BYTES = 1 << 20
@@ -102,30 +103,30 @@ CERTIFICATE_DAYS = 3650
 
 @dataclass(slots=True)
 class _Tally:
-    """What has come since the last report."""
+    """The outcomes since the last report."""
 
     outcomes: Counter[PickOutcome] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
     def picked(self, outcome: PickOutcome, seconds: float) -> None:
-        """One request has its answer."""
+        """Count an answered request."""
         self.outcomes[outcome] += 1
         if len(self.seconds) < MAX_SAMPLES:
             self.seconds.append(round(seconds, 6))
 
 
 class _RefusedError(Exception):
-    """A stream ends with an answer for the client, which proxies take at any time."""
+    """The stream ends with an error response for the client, which proxies accept at any time."""
 
     def __init__(self, outcome: PickOutcome, error: MmdError) -> None:
         self.outcome, self.error = outcome, error
 
 
 class _Turns:
-    """As many streams are read at once as the memory has room for messages; the others wait in line, each for a message.
+    """Limits the streams that are read at once to the messages that fit in memory.
 
-    Whoever waits makes the one that has been silent longest end soon, and the next longest the next one: so the line moves on, whatever
-    those do that are read.
+    Other streams wait in line, each for a turn to read one message. Each waiting stream shortens the timeout of one silent stream, beginning with
+    the longest silent one. So the line moves on, whatever the peers of the streams with a turn do.
     """
 
     def __init__(self, number: int) -> None:
@@ -135,10 +136,10 @@ class _Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Until its end a message may be in memory.
+        """Wait for a turn, during which one message may be in memory.
 
         Raises:
-            _RefusedError: there is none in time.
+            _RefusedError: there was no turn in time.
         """
         if self._free.locked() and self._patient:
             self._hasten(next(iter(self._patient)), CROWDED_SECONDS)
@@ -156,18 +157,18 @@ class _Turns:
             self._free.release()
 
     async def read(self, context: grpc.aio.ServicerContext, last: float) -> Any:
-        """The next message, during a turn; `EOF`: the proxy has ended the stream. `last`: when it must be there, by the loop's clock.
+        """Read the next message, during a turn; `EOF` if the proxy has ended the stream. `last`: latest time of its arrival, by the loop's clock.
 
         Raises:
-            _RefusedError: it has not come in time.
+            _RefusedError: the message did not arrive in time.
         """
         now = asyncio.get_running_loop().time
-        began = now()
-        most = CROWDED_SECONDS if self._waiting else PEER_SECONDS if self._drains else math.inf
+        started = now()
+        max_seconds = CROWDED_SECONDS if self._waiting else PEER_SECONDS if self._drains else math.inf
         try:
-            async with asyncio.timeout_at(min(last, began + most)) as patience:
+            async with asyncio.timeout_at(min(last, started + max_seconds)) as patience:
                 if not self._waiting:
-                    self._patient[patience] = began
+                    self._patient[patience] = started
                 try:
                     return await context.read()
                 finally:
@@ -179,17 +180,17 @@ class _Turns:
             raise _RefusedError("late", RequestTimeoutError(words)) from None
 
     def drain(self) -> None:
-        """No stream may be silent for long from now on."""
+        """From now on, limit how long a stream may be silent."""
         self._drains = True
         for patience in list(self._patient):
             self._hasten(patience, PEER_SECONDS)
 
     def _hasten(self, patience: asyncio.Timeout, seconds: float) -> None:
-        """Let a message be awaited for so long at most."""
-        began, when = self._patient.pop(patience), patience.when()
+        """Shorten a timeout so that it ends this many seconds after its start."""
+        started, deadline = self._patient.pop(patience), patience.when()
         if patience.expired():
             return
-        patience.reschedule(min(when if when is not None else math.inf, began + seconds))
+        patience.reschedule(min(deadline if deadline is not None else math.inf, started + seconds))
 
 
 def _crowded() -> _RefusedError:
@@ -205,35 +206,37 @@ def _leaving() -> _RefusedError:
 
 
 class PickServer:
-    """The gRPC server. Its streams last as long as requests take to arrive, for which their gateway has deadlines. Whoever takes no answer or end
-    in time loses his connection, since gRPC can end a stream only as far as its peer takes that.
+    """The gRPC server.
+
+    Its streams last as long as requests take to arrive, and the gateway limits that with deadlines. A peer that does not take an answer or the
+    end of a stream in time loses its connection, because gRPC cannot end a stream unless its peer takes the end.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._picks = Picks(random.Random())  # noqa: S311 - spreads load, guards nothing
         self._max_body_bytes = 0
-        room = max(0, setup.memory_bytes - OWN_BYTES)
-        self.max_streams = max(1, room // STREAMS_SHARE // STREAM_BYTES)
-        self.max_messages = max(1, (room - room // STREAMS_SHARE) // MESSAGE_BYTES)
-        first = -(-self.max_messages // FIRST_SHARE)
-        self.max_bodies = max(1, self.max_messages - first)
-        self._first_turns, self._turns = _Turns(first), _Turns(self.max_bodies)
+        stream_bytes = max(0, setup.memory_bytes - OWN_BYTES)
+        self.max_streams = max(1, stream_bytes // STREAMS_SHARE // STREAM_BYTES)
+        self.max_messages = max(1, (stream_bytes - stream_bytes // STREAMS_SHARE) // MESSAGE_BYTES)
+        num_first_turns = -(-self.max_messages // FIRST_SHARE)
+        self.max_bodies = max(1, self.max_messages - num_first_turns)
+        self._first_turns, self._turns = _Turns(num_first_turns), _Turns(self.max_bodies)
         self.streams = 0
-        self._seen = -STALE_SECONDS
+        self._viewed_at = -STALE_SECONDS
         self._server: grpc.aio.Server | None = None
         self.port = setup.port
         self._tally = _Tally()
 
     def show(self, view: View) -> None:
-        """Choose by this from now on."""
+        """Choose by this view from now on."""
         self._picks.gateways = view.gateways
         self._max_body_bytes = view.max_body_bytes
         if view.is_current:
-            self._seen = time.monotonic()
+            self._viewed_at = time.monotonic()
 
     async def start(self) -> None:
-        """Answer from now on.
+        """Start to answer.
 
         Raises:
             RuntimeError: the port cannot be opened.
@@ -258,31 +261,31 @@ class PickServer:
                 ("grpc.so_reuseport", 0),
             )
         )
-        # Bytes in, bytes out. What it returns and the end of the stream are written together, which they are not where it answers a stream.
+        # Bytes in, bytes out. A unary handler's result and the end of the stream are written together; those of a streaming handler are not.
         method = grpc.stream_unary_rpc_method_handler(self._process)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
-        where = f"{self._setup.address}:{self._setup.port}"
+        listen_on = f"{self._setup.address}:{self._setup.port}"
         if self._setup.tls:
-            self.port = server.add_secure_port(where, grpc.ssl_server_credentials([_self_signed()]))
+            self.port = server.add_secure_port(listen_on, grpc.ssl_server_credentials([_self_signed()]))
         else:
-            self.port = server.add_insecure_port(where)
+            self.port = server.add_insecure_port(listen_on)
         await server.start()
         self._server = server
 
     async def stop(self, seconds: float) -> None:
-        """Take no stream any more, and return when those that are open have ended, which have so long."""
+        """Stop taking streams, and return when the open ones have ended, at most after this many seconds."""
         if self._server is not None:
             for turns in (self._first_turns, self._turns):
                 turns.drain()
             await self._server.stop(seconds)
 
     def report(self) -> bytes:
-        """What has come since the last report, as a line."""
+        """The report since the last one, as a line."""
         tally, self._tally = self._tally, _Tally()
         return line_of(Report(self.port, self.streams, dict(tally.outcomes), tally.seconds))
 
     async def _process(self, _messages: object, context: grpc.aio.ServicerContext) -> bytes:
-        """One stream; returns the last message to it."""
+        """Serve one stream; returns the last message to it."""
         if self.streams >= self.max_streams:
             self._end(context)
             return self._refusal(_crowded())
@@ -300,24 +303,24 @@ class PickServer:
         except Exception:  # noqa: BLE001 - counted
             fault = "failed", grpc.StatusCode.INTERNAL, "the endpoint picker has failed"
         self._end(context)
-        if fault is not None:  # outside of the handlers, whose exception keeps a message in memory
+        if fault is not None:  # outside the handlers, because their exceptions keep a message in memory
             outcome, code, words = fault
             self._tally.outcomes[outcome] += 1
             await context.abort(code, words)
         return last
 
     def _forget(self, _context: object) -> None:
-        """Its peer has taken the end of a stream, or has gone."""
+        """Count a stream out, because its peer has taken the end or has gone."""
         self.streams -= 1
 
     async def _follow(self, context: grpc.aio.ServicerContext) -> bytes:
-        """Each message is answered before the next one is read, so that no more than one of a stream is in memory; returns the last answer.
+        """Answer each message before reading the next, so that only one per stream is in memory; returns the last answer.
 
         Raises:
-            InvalidMessageError: from the peer.
-            _RefusedError: it takes longer than a request may, or others wait.
+            InvalidMessageError: the peer sent an invalid message.
+            _RefusedError: the stream takes longer than a request may, or too long while others wait.
         """
-        is_current = time.monotonic() - self._seen < STALE_SECONDS
+        is_current = time.monotonic() - self._viewed_at < STALE_SECONDS
         exchange = ProxyExchange(self._picks if is_current else None, self._max_body_bytes)
         outcome: PickOutcome | None = None
         last = asyncio.get_running_loop().time() + self._setup.request_seconds + PEER_SECONDS
@@ -329,7 +332,7 @@ class PickServer:
                     return b""
                 received = time.perf_counter()
                 answers = exchange.answers(data, PIECE_BYTES)
-                del data  # it is in memory twice otherwise while the peer reads nothing
+                del data  # otherwise it is in memory twice while the peer reads nothing
                 answer = b""
                 for following in answers:
                     if answer:
@@ -345,12 +348,15 @@ class PickServer:
             turns = self._turns
 
     async def _write(self, context: grpc.aio.ServicerContext, answer: bytes) -> None:
-        """To be taken in time: a write that is cancelled would stay with gRPC, and the end of the stream after it."""
-        late = _Deadline(PEER_SECONDS, partial(self._cut_off, context.peer()))
+        """Write an answer, and cut the peer off if it does not take it in time.
+
+        Cancelling does not help: gRPC would keep a cancelled write, and the end of the stream after it.
+        """
+        deadline = _Deadline(PEER_SECONDS, partial(self._cut_off, context.peer()))
         try:
             await context.write(answer)
         finally:
-            late.cancel()
+            deadline.cancel()
 
     def _refusal(self, refused: _RefusedError) -> bytes:
         self._tally.outcomes[refused.outcome] += 1
@@ -358,9 +364,9 @@ class PickServer:
         return last
 
     def _end(self, context: grpc.aio.ServicerContext) -> None:
-        """To be taken in time."""
-        late = _Deadline(END_SECONDS, partial(self._cut_off, context.peer()))
-        context.add_done_callback(lambda _context: late.cancel())
+        """Cut the peer off if it does not take the end of the stream in time."""
+        deadline = _Deadline(END_SECONDS, partial(self._cut_off, context.peer()))
+        context.add_done_callback(lambda _context: deadline.cancel())
 
     def _cut_off(self, peer: str) -> None:
         self._tally.outcomes["unread"] += 1
@@ -368,7 +374,7 @@ class PickServer:
 
 
 class _Deadline:
-    """Calls back after so long, of which a pause of this process is no part: what came during that is looked at first."""
+    """Calls back after a time that excludes pauses of this process: whatever arrived during a pause is handled first."""
 
     def __init__(self, seconds: float, callback: Callable[[], None]) -> None:
         self._seconds, self._callback = seconds, callback
@@ -376,7 +382,7 @@ class _Deadline:
         self._begin()
 
     def cancel(self) -> None:
-        """There is no need any more."""
+        """Cancel the deadline."""
         self._handle.cancel()
 
     def _begin(self) -> None:
@@ -390,26 +396,26 @@ class _Deadline:
 
 
 def close_connection(peer: str) -> None:
-    """Ends the connection of this process with a peer as gRPC names it, `ipv4:…` or `ipv6:…`: gRPC cannot."""
+    """Close the connection to a peer with this gRPC name (`ipv4:…` or `ipv6:…`), because gRPC cannot."""
     ip, _, port = unquote(peer).partition(":")[2].rpartition(":")
-    wanted = _address(ip.strip("[]"), int(port))
-    for file in map(int, os.listdir("/proc/self/fd")):
+    peer_address = _address(ip.strip("[]"), int(port))
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(file).st_mode):
-                with socket.socket(fileno=os.dup(file)) as found:
-                    is_ip = found.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_ip and _address(*found.getpeername()[:2]) == wanted:
-                        found.shutdown(socket.SHUT_RDWR)
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_ip and _address(*connection.getpeername()[:2]) == peer_address:
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _address(ip: str, port: int) -> tuple[str, int]:
-    """The same for an IPv4 address and for that as a part of IPv6."""
+    """The normalized address: equal for an IPv4 address and its IPv4-mapped IPv6 form."""
     address = ipaddress.ip_address(ip.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address), port
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """A key and its certificate, PEM: made at each start, because proxies do not verify it."""
+    """A key and its certificate in PEM, created at each start because proxies do not verify it."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "endpoint-picker")])
     now = datetime.datetime.now(datetime.UTC)
@@ -445,7 +451,7 @@ async def _serve(setup: Setup) -> None:
     async def end(seconds: float) -> None:
         await server.stop(seconds)
         output.write(server.report())
-        os._exit(0)  # without waiting for the threads of gRPC
+        os._exit(0)  # does not wait for gRPC's threads
 
     while line := await lines.readline():
         view = View.of(line)
@@ -465,14 +471,14 @@ async def _report(server: PickServer, output: asyncio.WriteTransport) -> None:
 
 
 def _end_with(task: asyncio.Task[None]) -> None:
-    """A process that does not report would count as one that hangs, and one that does not end would hold up its gateway."""
+    """End the process if the task failed: without reports it would count as hung, and without an end it would delay its gateway."""
     if not task.cancelled():
         sys.stderr.write(f"{task.get_name()} has failed: {task.exception()!r}\n")
         os._exit(1)
 
 
 def _first_line() -> bytes:
-    """Without a byte of those after it, which the event loop reads."""
+    """Read the first line and not a byte beyond it, because the event loop reads the rest."""
     line = b""
     while not line.endswith(b"\n"):
         line += os.read(0, 1) or b"\n"
@@ -480,13 +486,13 @@ def _first_line() -> bytes:
 
 
 def main() -> None:
-    """Serve until standard input ends, or a drain does."""
-    ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # of the gateway, even where this process is stopped
+    """Serve until standard input ends or a drain is over."""
+    # When the gateway dies, this process is killed, even if it is stopped.
+    ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
     os.nice(NICENESS)
-    Path("/proc/self/oom_score_adj").write_text(
-        "1000"
-    )  # where the pod's memory ends, this ends and not the gateway
-    logging.disable()  # whatever a peer causes is counted, and the gateway logs that
+    # If the pod runs out of memory, this process ends and not the gateway.
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    logging.disable()  # whatever a peer causes is counted, and the gateway logs the counts
     setup = Setup(**json.loads(_first_line()))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))

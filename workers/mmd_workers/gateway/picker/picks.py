@@ -1,9 +1,9 @@
-"""Which gateway pod a request of the platform's own gateway goes to. Pure: the state of the gateways comes in.
+"""Chooses the gateway pod for a request from the platform's own gateway. Pure: the state of the gateways is passed in.
 
-Every gateway knows the prefix caches of all workers and places requests on any of them, so it does not matter for a prompt which gateway takes
-it: the least loaded does. A request with an idempotency key goes where the one before it with this key went, because its answer is retained
-there, or its stream to resume; another gateway reads it there. Whether a request is admitted is for the gateway to decide, which knows
-its tenant and whether it repeats one.
+Every gateway knows the prefix caches of all workers and places requests on any of them, so for a prompt it does not matter which gateway takes
+it: the least loaded gateway does. A request with an idempotency key goes to the gateway that had the previous request with this key, because
+its answer, or the stream to resume, is retained there; any other gateway would have to read it from there. The gateway decides whether to admit
+a request, because it knows the tenant and whether the request is a repeat.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mmd_api.contract.errors import OverloadedError
 
 STICKY_HEADER = "idempotency-key"
 MOST_ENDPOINTS = 3
-"""Of an answer: the one to take, and those to go on with if it cannot be reached."""
+"""The most endpoints in an answer: the chosen one, and alternatives in case it cannot be reached."""
 RETRY_SECONDS = 1.0
 PICKED_DIVISOR = 8
-"""Of what a gateway may run: more picks than this share do not count, so that whoever asks without end cannot make a gateway look full."""
+"""Recent picks count only up to a gateway's request limit divided by this, so that a flood of picks cannot make a gateway look full."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLoad:
-    """A gateway that serves, as of its heartbeat, which was `sent` at that Unix time. `endpoint`: `ip:port` for clients."""
+    """The load of a serving gateway in its heartbeat. `sent`: Unix time of the heartbeat. `endpoint`: `ip:port` for clients."""
 
     pod: str
     endpoint: str
@@ -37,7 +37,7 @@ class GatewayLoad:
 
 @dataclass(frozen=True, slots=True)
 class PickRequest:
-    """What a choice depends on. `subset`: the endpoints that are allowed; None: all."""
+    """The properties of a request for the choice. `subset`: the allowed endpoints; None: all."""
 
     sticky_key: str = ""
     subset: frozenset[str] | None = None
@@ -45,14 +45,14 @@ class PickRequest:
 
 @dataclass(slots=True)
 class _Picked:
-    """How many requests were sent to a gateway since its newest heartbeat, which does not show them."""
+    """The number of requests sent to a gateway since its newest heartbeat, which does not include them."""
 
     sent: float
     requests: int = 0
 
 
 class Picks:
-    """Chooses among the gateways of one pipeline revision, which are `gateways`."""
+    """Chooses among `gateways`, the gateways of one pipeline revision."""
 
     def __init__(self, rng: random.Random) -> None:
         self.gateways: Sequence[GatewayLoad] = ()
@@ -60,14 +60,14 @@ class Picks:
         self._picked: dict[str, _Picked] = {}
 
     def pick(self, wanted: PickRequest) -> list[str]:
-        """Endpoints (`ip:port`), the best first; at most three.
+        """The endpoints (`ip:port`) for a request, the best first; at most three.
 
         Raises:
-            OverloadedError: no gateway of those that are allowed serves.
+            OverloadedError: no allowed gateway is serving.
         """
         serving = [g for g in self.gateways if wanted.subset is None or g.endpoint in wanted.subset]
         ready = [g for g in serving if g.is_ready]
-        gateways = ready or serving  # one that drains still serves, while no other does
+        gateways = ready or serving  # a draining gateway still serves while no other does
         if not gateways:
             which = "of the endpoints in the subset hint" if wanted.subset is not None else "pod"
             raise OverloadedError(
@@ -83,14 +83,14 @@ class Picks:
         return [g.endpoint for g in order[:MOST_ENDPOINTS]]
 
     def _load(self, gateway: GatewayLoad) -> tuple[float, float]:
-        """Its share of the requests that it may run; ties fall at random, so that several pickers do not choose alike."""
+        """The used share of a gateway's request limit; ties are broken at random, so that several pickers choose differently."""
         return self._requests(gateway) / max(1, gateway.max_requests), self._rng.random()
 
     def _is_full(self, gateway: GatewayLoad) -> bool:
         return self._requests(gateway) >= gateway.max_requests
 
     def _requests(self, gateway: GatewayLoad) -> int:
-        """That run there, and those sent there since it said so."""
+        """The requests running at a gateway by its heartbeat, and those sent there since."""
         picked = self._picked.setdefault(gateway.pod, _Picked(gateway.sent))
         if picked.sent != gateway.sent:
             picked.sent, picked.requests = gateway.sent, 0
@@ -102,5 +102,5 @@ class Picks:
 
 
 def _weight(key: str, pod: str) -> bytes:
-    """Rendezvous hashing: of the gateways that are there, each key has the same one at every picker, and only keys of one that goes move."""
+    """A weight for rendezvous hashing: every picker maps a key to the same gateway, and if a gateway leaves, only its keys move."""
     return hashlib.blake2b(f"{pod} {key}".encode(), digest_size=8).digest()

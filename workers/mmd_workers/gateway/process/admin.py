@@ -1,4 +1,4 @@
-"""The paths for those who run the deployment, on a dedicated port: metrics, state, demand, recent requests, scrape targets."""
+"""The routes for administrators, on a dedicated port: metrics, state, demand, recent requests, scrape targets."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.observe.server import scraped
 from mmd_workers.wire.messages.every_pod import Heartbeat
 
-SHOWN_PODS = 256  # in /debug/state
-DEFAULT_LIMIT = 100  # requests in /debug/requests
+MAX_STATE_PODS = 256
+DEFAULT_REQUEST_LIMIT = 100
 MAX_LIMIT_DIGITS = 9
 
 
 def build_admin_app(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> Starlette:
-    """What clients may reach, with their keys where they need them, and what is for those who run the deployment.
+    """The application for administrators: the API for clients, with keys if they are required, and routes for administrators.
 
-    `heartbeat`: the gateway's state.
+    `heartbeat`: returns the gateway's state.
     """
     asks_for_key = gateway.access is not None
     return application(
@@ -53,11 +53,11 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
 
     async def requests(request: Request) -> Response:
         limit = request.query_params.get("limit", "")
-        count = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else DEFAULT_LIMIT
-        kept = gateway.dispatcher.timelines.newest(count)
-        return JSONResponse({"requests": kept})
+        count = int(limit) if limit.isdecimal() and len(limit) <= MAX_LIMIT_DIGITS else DEFAULT_REQUEST_LIMIT
+        timelines = gateway.dispatcher.timelines.newest(count)
+        return JSONResponse({"requests": timelines})
 
-    async def one_request(request: Request) -> Response:
+    async def request_by_id(request: Request) -> Response:
         timeline = gateway.dispatcher.timelines.get(request.path_params["request_id"])
         if timeline is None:
             error = ApiError(NotFoundError("request not found; this gateway keeps only the newest 512"))
@@ -85,14 +85,14 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
                 else {"enabled": False},
                 "media_tier": gateway.intake.tiers.number if gateway.intake.tiers is not None else None,
                 "num_pods": len(workers),
-                "pods": [asdict(beat) for beat in workers[:SHOWN_PODS]],
+                "pods": [asdict(beat) for beat in workers[:MAX_STATE_PODS]],
             }
         )
 
     async def demand(_request: Request) -> Response:
         beat = heartbeat()
-        held = gateway.dispatcher.held_by_role()
-        report = gateway.demand.report(beat.pod, beat.revision, held)
+        held_requests = gateway.dispatcher.held_by_role()
+        report = gateway.demand.report(beat.pod, beat.revision, held_requests)
         faults = {}
         if gateway.access is not None:
             faults["keys_fault"] = gateway.access.fault[:MAX_FAULT_CHARACTERS]
@@ -130,7 +130,7 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
         Route(paths.GATEWAY_STATE, state),
         Route(paths.GATEWAY_REQUESTS, requests),
         Route(paths.GATEWAY_TARGETS, targets),
-        Route(paths.GATEWAY_REQUESTS + "/{request_id}", one_request),
+        Route(paths.GATEWAY_REQUESTS + "/{request_id}", request_by_id),
     ]
 
 
@@ -142,11 +142,11 @@ def _auth(gateway: Gateway) -> dict[str, Any]:
 
 
 def _sample(gateway: Gateway) -> None:
-    """Set the gauges that are computed only at a scrape."""
+    """Set the gauges that are computed only for a scrape."""
     dispatcher, hold, metrics = gateway.dispatcher, gateway.hold, gateway.metrics
     metrics.requests_running.set(gateway.running)
     metrics.held_bytes.set(hold.used_bytes)
-    held = dispatcher.held_by_role()
+    held_requests = dispatcher.held_by_role()
     pods = Counter((role, beat.state) for beat in gateway.directory.pods(state=None) for role in beat.roles)
     metrics.gateway_pods.clear()
     if gateway.access is not None:
@@ -154,7 +154,7 @@ def _sample(gateway: Gateway) -> None:
     if gateway.admissions is not None:
         gateway.admissions.sample()
     for role in ROLES:
-        metrics.gateway_held.labels(role).set(held.get(role, 0))
+        metrics.gateway_held.labels(role).set(held_requests.get(role, 0))
         metrics.gateway_pods.labels(role, "ready").set(0)
     for (role, state), count in pods.items():
         metrics.gateway_pods.labels(role, state).set(count)

@@ -1,4 +1,4 @@
-"""Starts the gateway, keeps it up, drains it: the only place that joins bus, media, model and HTTP."""
+"""Starts, maintains and drains the gateway. This is the only module that joins bus, media, model and HTTP."""
 
 from __future__ import annotations
 
@@ -89,26 +89,27 @@ from mmd_workers.wire.messages.every_pod import Heartbeat
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory, sent_now
 from mmd_workers.wire.tenant_tokens import TokenRecords
 
-QUEUE_HOLD_DIVISOR = 2  # of the media budget, for requests that wait for their turn: the others arrive or run
-HOLD_BODIES = 4  # largest bodies that the media budget has room for
+QUEUE_HOLD_DIVISOR = 2
+"""Requests that wait for admission may hold the media budget divided by this; the rest is for those that arrive or run."""
+HOLD_BODIES = 4  # the media budget has room for this many bodies of maximum size
 PROBE_PROCESSES = 2
 MIN_HOLD_BYTES = 64 << 20
-DRAIN_RESERVE_SECONDS = 5  # of the grace period, for closing
-INDEX_SHARE = 16  # part of the memory that the index of prefixes may take
-FEATURES_SHARE = 64  # and that of features
+DRAIN_RESERVE_SECONDS = 5  # the part of the grace period reserved for closing
+PREFIX_INDEX_DIVISOR = 16  # the prefix index may take the memory divided by this
+FEATURE_INDEX_DIVISOR = 64  # the feature index may take the memory divided by this
 QUEUE_PERIOD_SECONDS = 0.5
-ANSWER_SECONDS = 0.5  # from a request's deadline to the end of its answer
+ANSWER_SECONDS = 0.5  # the time from a request's deadline to the end of its answer
 DRAIN_CHECK_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event | None = None) -> None:
-    """Run a gateway until SIGTERM or SIGINT (or `stop`), and until it has drained.
+    """Run a gateway until SIGTERM, SIGINT or `stop`, and then until it has drained.
 
     Raises:
         UnsupportedModelError: the model's settings cannot be loaded.
-        PeerLostError: no NATS server.
+        PeerLostError: no NATS server can be reached.
         RevisionMismatchError: the configuration names another model than this process runs.
     """
     stop = stop if stop is not None else _stop_on_signals()
@@ -132,9 +133,9 @@ async def _connected(settings: WorkerSettings) -> Bus:
 
 
 class GatewayProcess:
-    """A gateway's process: its parts from start to end, its settings while they change, its drain when asked to go.
+    """The process of a gateway: manages its parts, applies changed settings, and drains it when asked to stop.
 
-    A part that must not end before the gateway does is a watched task: if it fails, the gateway drains and exits with its error.
+    A part that must not end before the gateway is a watched task: if it fails, the gateway drains and exits with its error.
     """
 
     def __init__(self, settings: WorkerSettings, frontend: Frontend, bus: Bus, stop: asyncio.Event) -> None:
@@ -154,8 +155,12 @@ class GatewayProcess:
             pipeline.revision,
             PlacementLimits.of(spec),
             random.Random(settings.incarnation),  # noqa: S311 - spreads load, guards nothing
-            CacheIndex(most_in_all=min(MOST_IN_ALL, self._memory_bytes // INDEX_SHARE // BYTES_PER_BLOCK)),
-            CacheIndex(most_in_all=min(MOST_IN_ALL, self._memory_bytes // FEATURES_SHARE // BYTES_PER_BLOCK)),
+            CacheIndex(
+                most_in_all=min(MOST_IN_ALL, self._memory_bytes // PREFIX_INDEX_DIVISOR // BYTES_PER_BLOCK)
+            ),
+            CacheIndex(
+                most_in_all=min(MOST_IN_ALL, self._memory_bytes // FEATURE_INDEX_DIVISOR // BYTES_PER_BLOCK)
+            ),
         )
         directory = PeerDirectory(bus, spec.observability.heartbeat_timeout_milliseconds / 1000)
         self._others = OtherGateways(settings.pod, spec.gateway.replicas)
@@ -165,8 +170,8 @@ class GatewayProcess:
         self._tokens = TokenVerifier(oidc, self._metrics) if oidc is not None else None
         self._certificate = self._certificate_of(settings)
         gateway_settings = GatewaySettings.of(spec)
-        retained = RetainedAnswers(self._memory_bytes // BUDGET_DIVISOR)
-        self._claims = AnswerClaims(bus, settings.pod, self._others.names, retained)
+        retained_answers = RetainedAnswers(self._memory_bytes // BUDGET_DIVISOR)
+        self._claims = AnswerClaims(bus, settings.pod, self._others.names, retained_answers)
         hold = MediaHold(_hold_bytes(gateway_settings.max_body_bytes), allowance_bytes=ALLOWANCE_BYTES)
         self._admissions = self._admissions_of(directory, hold)
         self._files = Files(bus, spec.gateway.files) if spec.gateway.files is not None else None
@@ -177,7 +182,7 @@ class GatewayProcess:
             intake=Intake(pipeline, frontend, self._sandbox, self._metrics, self._files),
             hold=hold,
             answers=answer_budget(self._memory_bytes),
-            repeats=Repeats(retained, self._claims),
+            repeats=Repeats(retained_answers, self._claims),
             dispatcher=Dispatcher(
                 bus, directory, self._router, settings.pod, spec.gateway.max_retries, self._metrics
             ),
@@ -237,10 +242,10 @@ class GatewayProcess:
         )
 
     def _access_of(self, settings: WorkerSettings) -> Access | None:
-        """Who may use the gateway.
+        """The access control of the gateway; None if the spec sets no authentication.
 
         Raises:
-            RuntimeError: the spec wants keys, and there is no file of them: this gateway must not serve anyone.
+            RuntimeError: the spec requires keys, and there is no key file: this gateway must not serve anyone.
         """
         if settings.pipeline.spec.gateway.auth is None:
             return None
@@ -251,10 +256,10 @@ class GatewayProcess:
         return Access(self._metrics, lambda: 1 + self._others.count())
 
     def _certificate_of(self, settings: WorkerSettings) -> Certificate | None:
-        """What the port for clients shows them.
+        """The certificate of the port for clients; None if the spec sets no TLS.
 
         Raises:
-            RuntimeError: the spec wants TLS, and there is no certificate: this gateway must not serve without it.
+            RuntimeError: the spec requires TLS, and there is no certificate: this gateway must not serve without it.
         """
         if settings.pipeline.spec.gateway.tls is None:
             return None
@@ -265,7 +270,7 @@ class GatewayProcess:
         return Certificate(self._metrics)
 
     def _picker_of(self, settings: WorkerSettings, directory: PeerDirectory) -> EndpointPicker | None:
-        """Where Gateways ask which pod takes a request; None where there is no InferencePool."""
+        """The endpoint picker for the platform's Gateways; None if there is no InferencePool."""
         gateway, pool = self._gateway, settings.pipeline.spec.gateway.inference_pool
         if pool is None:
             return None
@@ -287,31 +292,33 @@ class GatewayProcess:
         return EndpointPicker(setup, view, self._metrics)
 
     def _set_tiers(self, spec: UnderLoad | None) -> None:
-        """Take the tiers of quality under load; the tier in force stays only if they are the same."""
+        """Apply the tiers of media quality under load; the current tier is kept only if they are unchanged."""
         intake = self._gateway.intake
         if spec is None or intake.tiers is None or intake.tiers.spec != spec:
             intake.tiers = None if spec is None else MediaTiers(spec)
         self._metrics.media_tier.set(intake.tiers.number if intake.tiers is not None else 0)
 
     async def _watch_load(self) -> None:
-        """Follow the load of the pools, until cancelled, for the tier of quality that new requests get. While no pod is Ready it is unknown, and
-        the tier stays."""
+        """Follow the load of the pools, until cancelled, to choose the quality tier of new requests.
+
+        While no pod is Ready, the load is unknown and the tier stays.
+        """
         gateway = self._gateway
         while True:
             pods = [pod for pod in self._router.routable(gateway.directory.pods(state=None)) if pod.roles]
             if (tiers := gateway.intake.tiers) is not None and pods:
-                before = tiers.number
+                previous_tier = tiers.number
                 tiers.observe(pressure := Pressure.of(pods, self._waiting_work()), time.monotonic())
-                if tiers.number != before:
+                if tiers.number != previous_tier:
                     self._metrics.media_tier.set(tiers.number)
                     _log.warning(
                         "quality of media: tier %d after tier %d, with %.0f%% of memory in use and %.1f s of backlog at encoders",
-                        *(tiers.number, before, 100 * pressure.memory, pressure.backlog_seconds),
+                        *(tiers.number, previous_tier, 100 * pressure.memory, pressure.backlog_seconds),
                     )
             await asyncio.sleep(QUEUE_PERIOD_SECONDS)
 
     def _waiting_work(self) -> dict[Modality, float]:
-        """For encoders: what is in their queue, and what waits for its turn here and, if as much does there, at the other gateways."""
+        """The waiting work for encoders: their queue, and the work waiting for admission here and, assumed equal, at each other gateway."""
         work = dict(self._router.waiting_encode_work)
         if self._admissions is not None:
             for modality, amount in self._admissions.demand().encode_work.items():
@@ -319,7 +326,7 @@ class GatewayProcess:
         return work
 
     def _admissions_of(self, directory: PeerDirectory, hold: MediaHold) -> FairAdmission | None:
-        """The order in which requests of tenants start; None where there are no tenants."""
+        """The order in which requests of tenants start; None if there are no tenants."""
         if self._access is None:
             return None
 
@@ -337,33 +344,35 @@ class GatewayProcess:
         )
 
     async def serve(self) -> None:
-        """Run until the stop event: then serve on until no new request comes, finish those in flight, and return."""
+        """Run until the stop event, then serve until no new request arrives and those in flight are finished."""
         self._watch_parts()
         try:
             await self.start()
             await self._stop.wait()
             leave = self._leave()
             await _drain(self._gateway, self._heartbeater, leave, self._settings.grace_seconds)
-            if left := self._undelivered_bytes():
-                _log.warning("ending although clients have not received %d bytes of their answers", left)
+            if unsent_bytes := self._undelivered_bytes():
+                _log.warning(
+                    "ending although clients have not received %d bytes of their answers", unsent_bytes
+                )
         finally:
-            ended = await self.stop()
-        for error in ended:
+            results = await self.stop()
+        for error in results:
             if isinstance(error, Exception):
                 raise error
 
     def _leave(self) -> Leave:
-        """Nothing takes its place on one machine, and one of which a part has failed is started again at once."""
+        """The conditions for leaving. On a single machine no replacement starts, and a gateway with a failed part is restarted immediately."""
         is_replaced = not (is_loopback(self._settings.pod_ip) or self._gateway.failed)
         return Leave(self._gateway, self._others, self._undelivered_bytes, is_replaced)
 
     def _undelivered_bytes(self) -> int:
-        """Bytes of finished answers that clients have not received, or other gateways for theirs."""
+        """The bytes of finished answers that clients, or other gateways on behalf of theirs, have not received."""
         elsewhere = self._gateway.repeats.answers.unread_elsewhere_bytes()
         return undelivered_bytes(self._server.port) + elsewhere
 
     async def start(self) -> None:
-        """Warm up what computes, then take requests."""
+        """Warm up all components that compute, then take requests."""
         settings, gateway = self._settings, self._gateway
         startup = Startup(self._metrics)
         with startup.phase("sandbox"):
@@ -382,20 +391,23 @@ class GatewayProcess:
         for feed in self._feeds:
             await feed.start()
         await self._media_server.start()
-        await self._admin.start()  # before heartbeats, which name its port
+        await self._admin.start()  # before heartbeats, because they name its port
         await self._heartbeater.start()
         await self._server.start()
         if gateway.picker is not None:
             await gateway.picker.start()
-            await gateway.picker.until_it_answers()  # a pod that is Ready gets its streams
+            await gateway.picker.until_it_answers()  # a Ready pod gets streams at once
         gateway.listening = True
         if gateway.picker is not None:
-            await self._heartbeater.announce()  # without its endpoint pickers do not choose it
-        where = settings.pod, ", ".join(gateway.names), settings.http_port, self._admin.port
-        _log.info("gateway %s serving %s on port %d, metrics on port %d (startup: %s)", *where, startup)
+            # Pickers choose this gateway only once its heartbeat has an endpoint.
+            await self._heartbeater.announce()
+        names_and_ports = settings.pod, ", ".join(gateway.names), settings.http_port, self._admin.port
+        _log.info(
+            "gateway %s serving %s on port %d, metrics on port %d (startup: %s)", *names_and_ports, startup
+        )
 
     def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
-        """Take settings that changed while this process runs; requests in flight keep those they started with."""
+        """Apply settings that changed while this process runs; requests in flight keep their original settings."""
         gateway = self._gateway
         gateway.settings = GatewaySettings.of(spec)
         gateway.intake.policy = spec.gateway.media
@@ -413,7 +425,7 @@ class GatewayProcess:
         set_level(spec.observability.log_level)
 
     def heartbeat(self) -> Heartbeat:
-        """The state of this gateway now."""
+        """The current state of this gateway."""
         settings = self._settings
         return Heartbeat(
             pod=settings.pod,
@@ -435,11 +447,11 @@ class GatewayProcess:
         )
 
     async def stop(self) -> list[BaseException | None]:
-        """Close everything, also after a start that failed half-way; returns how each watched task ended."""
+        """Close everything, even after a partial start; returns the result of each watched task."""
         gateway = self._gateway
         for task in self._watched:
             task.cancel()
-        ended = await asyncio.gather(*self._watched, return_exceptions=True)
+        results = await asyncio.gather(*self._watched, return_exceptions=True)
         await close_each(
             *([] if gateway.picker is None else [gateway.picker.stop]),
             self._server.stop,
@@ -454,13 +466,13 @@ class GatewayProcess:
             self._sandbox.close,
             gateway.bus.close,
             self._admin.stop,
-            gateway.audit_log.close,  # both ports have requests with lines
+            gateway.audit_log.close,  # after both servers, because requests on both ports write lines
             partial(asyncio.to_thread, self._tracing.close),
         )
-        return ended
+        return results
 
     def _watch_parts(self) -> None:
-        """Begin what must not end before the gateway does."""
+        """Start the watched tasks, which must not end before the gateway."""
         settings, gateway = self._settings, self._gateway
         self._watch(bus_watch.watch(gateway.bus, self._metrics), "watch-bus")
         if settings.config_file:
@@ -504,24 +516,27 @@ class GatewayProcess:
 
 
 def _check_memory(gateway: Gateway, memory_bytes: int) -> None:
-    """Warn where the bounds of what requests and the index of prefixes may hold add up to more than there is: the kernel would end the
-    gateway first. `memory_bytes`: of the container, without what its endpoint picker may take.
+    """Warn if the memory limits of requests and indexes add up to more than the available memory: the kernel would kill the gateway first.
+
+    `memory_bytes`: memory of the container, without the part of its endpoint picker.
     """
-    present = memory_bytes - resident_bytes()
-    each = gateway.hold.allowance_bytes + gateway.answers.allowance_bytes
-    shared = gateway.hold.budget_bytes + gateway.answers.budget_bytes + gateway.repeats.answers.budget_bytes
-    most = gateway.settings.max_concurrent_requests * each + shared
-    for index in (gateway.prefix_index, gateway.feature_index):  # `resident_bytes` has those that are there
-        most += (index.most_in_all - index.num_blocks) * BYTES_PER_BLOCK
+    available_bytes = memory_bytes - resident_bytes()
+    request_bytes = gateway.hold.allowance_bytes + gateway.answers.allowance_bytes
+    shared_bytes = (
+        gateway.hold.budget_bytes + gateway.answers.budget_bytes + gateway.repeats.answers.budget_bytes
+    )
+    max_bytes = gateway.settings.max_concurrent_requests * request_bytes + shared_bytes
+    for index in (gateway.prefix_index, gateway.feature_index):  # `resident_bytes` includes existing blocks
+        max_bytes += (index.most_in_all - index.num_blocks) * BYTES_PER_BLOCK
     if gateway.files is not None:
-        most += gateway.files.spec.max_files * ENTRY_BYTES
-    if most > present:
+        max_bytes += gateway.files.spec.max_files * ENTRY_BYTES
+    if max_bytes > available_bytes:
         _log.warning(
             "%d concurrent requests and the index of caches may need %d MiB of memory, but this gateway has only %d MiB for them%s; raise "
             "spec.gateway.resources.memory, or lower spec.gateway.maxConcurrentRequests",
             gateway.settings.max_concurrent_requests,
-            most >> 20,
-            present >> 20,
+            max_bytes >> 20,
+            available_bytes >> 20,
             " beside its endpoint picker (spec.gateway.inferencePool)" if gateway.picker is not None else "",
         )
 
@@ -531,7 +546,7 @@ def _hold_bytes(max_body_bytes: int) -> int:
 
 
 def run(settings: WorkerSettings) -> None:
-    """Run the gateway as a process; the exit code shows whether it ended well."""
+    """Run the gateway as a process; the exit code tells whether it ended without an error."""
     configure(settings.pod, settings.pipeline.spec.observability.log_level)
     try:
         closing.run(serve(identified(settings)))
@@ -559,13 +574,13 @@ def _show_promises(metrics: Metrics, slo: SloSpec) -> None:
 
 
 async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDemand, router: Router) -> None:
-    """Create the queue and report what waits in it, until cancelled. What cannot be read is absent, not zero.
+    """Create the encode queue and report its depth, until cancelled. A depth that cannot be read is absent, not zero.
 
-    A server that lost its store has no queue any more: it is recreated within a period.
+    If the server has lost its store and thus the queue, the queue is recreated within a period.
     """
     gauges = (metrics.queue_jobs, metrics.queue_work)
     limited = RateLimitedLog(_log)
-    is_ensured = False  # a queue that exists may have other limits
+    is_ensured = False  # an existing queue may have other limits
     while True:
         try:
             if not is_ensured:
@@ -573,7 +588,7 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDema
                 is_ensured = True
             depths = await queue.depth()
             demand.queue_read(depths)
-            router.waiting_encode_work = demand.waiting_work  # while it cannot be read, what it was
+            router.waiting_encode_work = demand.waiting_work  # the last value while it cannot be read
             for modality, depth in depths.items():
                 for gauge, value in zip(gauges, (depth.jobs, depth.work), strict=True):
                     gauge.labels(modality).set(value)
@@ -582,7 +597,7 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDema
             demand.queue_unreadable()
             for gauge in gauges:
                 gauge.clear()
-            is_ensured = False  # tried again in a moment
+            is_ensured = False  # retried in the next period
         except Exception as error:  # noqa: BLE001 - logged; no reason to end the requests that the gateway serves
             limited.warning(
                 "queue", f"reading the encode queue failed: {type(error).__name__}: {error}", error
@@ -592,14 +607,14 @@ async def _watch_queue(queue: EncodeQueue, metrics: Metrics, demand: GatewayDema
 
 
 async def _drain(gateway: Gateway, heartbeater: Heartbeater, leave: Leave, grace_seconds: float) -> None:
-    """Finish the requests in flight, and those that clients still send: none is refused while draining.
+    """Finish the requests in flight and those that clients still send; none is refused during the drain.
 
-    A request that comes now gets what is left of the grace period as its deadline, so that it ends with an answer and is not cut off.
+    A new request gets the rest of the grace period as its deadline, so that it ends with an answer and is not cut off.
     """
     seconds = max(1.0, grace_seconds - DRAIN_RESERVE_SECONDS)
     gateway.drained_at = time.time() + seconds - ANSWER_SECONDS
     gateway.draining = True
-    picker, ends = gateway.picker, time.monotonic() + seconds
+    picker, drain_end = gateway.picker, time.monotonic() + seconds
     await heartbeater.announce()
     if gateway.running:
         _log.info("draining: %d requests in flight", gateway.running)
@@ -608,7 +623,7 @@ async def _drain(gateway: Gateway, heartbeater: Heartbeater, leave: Leave, grace
             while not leave.may_end():
                 await asyncio.sleep(DRAIN_CHECK_SECONDS)
             if picker is not None:
-                picker.drain(ends - time.monotonic())
+                picker.drain(drain_end - time.monotonic())
             while not leave.may_end() or (picker is not None and picker.pid):
                 await asyncio.sleep(DRAIN_CHECK_SECONDS)
     except TimeoutError:
@@ -622,6 +637,6 @@ async def _drain(gateway: Gateway, heartbeater: Heartbeater, leave: Leave, grace
 def _stop_on_signals() -> asyncio.Event:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
     return stop

@@ -1,1 +1,1 @@
-"""OpenAI's chat completions: what clients get. Their requests, which the other APIs are translated to, are in `content`."""
+"""OpenAI's chat completions: the responses to clients. Chat requests, which other APIs' requests are translated to, are in `content`."""

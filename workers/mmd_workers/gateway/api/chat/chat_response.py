@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's chat completions as pydantic models. Independent of the network."""
+"""Responses of /v1/chat/completions: OpenAI's chat completions as pydantic models. Independent of the network."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from mmd_workers.gateway.constraints.detokenizer import REPLACEMENT
 
 
 class ChatShape(ChunkedShape):
-    """Chat completions."""
+    """Writes chat completions."""
 
     def __init__(self, *, logprobs: bool, token_ids: bool, usage: bool) -> None:
         super().__init__(usage=usage)
@@ -38,7 +38,7 @@ class ChatShape(ChunkedShape):
         self._token_ids = token_ids
 
     def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
-        """The event with this part of an answer."""
+        """The event that carries this part of an answer."""
         choice = chunk_choice(part, token_ids=self._token_ids)
         return chunk_event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[choice]))
 
@@ -46,7 +46,7 @@ class ChatShape(ChunkedShape):
         return chunk_event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[], **more))
 
     def collector(self, index: int) -> CompleteChoice:
-        """Collects one of the answers."""
+        """A collector for the answer with this index."""
         return CompleteChoice(index, logprobs=self._logprobs)
 
     def body(
@@ -56,7 +56,7 @@ class ChatShape(ChunkedShape):
         usage: Usage,
         timings: dict[str, float] | None,
     ) -> list[bytes]:
-        """JSON of all the answers, in pieces."""
+        """The JSON of all answers, in pieces."""
         completion = ChatCompletion(
             **head,
             choices=[whole.choice(token_ids=self._token_ids) for whole in wholes],
@@ -68,10 +68,10 @@ class ChatShape(ChunkedShape):
 
 
 class CompleteChoice:
-    """One of the n answers as it is collected to be sent in one piece.
+    """Collects one of the n answers, to be sent in one piece.
 
-    Its log probabilities are kept as the JSON that they become: as objects they take eight times as much, and to dump all of them at
-    the end would hold up every other request.
+    Log probabilities are kept as JSON: as objects they take eight times as much memory, and dumping all of them at the end would block every
+    other request.
     """
 
     def __init__(self, index: int, *, logprobs: bool) -> None:
@@ -122,11 +122,11 @@ class CompleteChoice:
 
 
 _LOGPROBS_BEGIN = b'"logprobs":{"content":['
-"""No text of an answer looks like this in JSON: the quotes in a string are escaped."""
+"""The text of an answer never contains this in JSON, because quotes within a string are escaped."""
 
 
 def with_logprobs(body: bytes, choices: Sequence[CompleteChoice]) -> list[bytes]:
-    """The pieces of a dumped completion, with the choices' entries where it has empty lists."""
+    """The pieces of a dumped completion, with its empty lists replaced by the choices' entries."""
     first, *rest = body.split(_LOGPROBS_BEGIN)
     pieces = [first]
     for choice, after in zip(choices, rest, strict=True):
@@ -135,7 +135,7 @@ def with_logprobs(body: bytes, choices: Sequence[CompleteChoice]) -> list[bytes]
 
 
 def chunk_choice(part: AnswerPart, *, token_ids: bool) -> ChunkChoice:
-    """A part of an answer in a chunk. Fields that are not set are not sent."""
+    """A part of an answer as the choice of a chunk. Fields that are not set are not sent."""
     content, reasoning, calls = part.content, part.reasoning, part.calls
     delta = Delta(content=content) if content or not (calls or reasoning) else Delta()
     if part.begins:
@@ -174,5 +174,5 @@ def _token_logprobs(scored: ScoredToken) -> TokenLogprobs:
 
 
 def _utf8(token: str) -> list[int] | None:
-    """A token's bytes; None where it is part of a character and its text cannot show them."""
+    """A token's bytes; None if the token is part of a character, so that its text cannot show them."""
     return None if REPLACEMENT in token else list(token.encode())

@@ -1,1 +1,1 @@
-"""OpenAI's text completions: what clients get. Knows no other API."""
+"""OpenAI's text completions: the responses to clients. Knows no other API."""

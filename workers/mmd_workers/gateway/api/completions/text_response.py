@@ -1,4 +1,4 @@
-"""What clients get from /v1/completions: OpenAI's text completions as pydantic models. Independent of the network."""
+"""Responses of /v1/completions: OpenAI's text completions as pydantic models. Independent of the network."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _NO_CHOICES = b'"choices":[]'
 
 
 class TextShape(ChunkedShape):
-    """Text completions. `echo`: the prompt of each answer, which its text begins with."""
+    """Writes text completions. `echo`: the prompt at the beginning of each answer's text."""
 
     def __init__(
         self, *, logprobs: int | None, token_ids: bool, usage: bool, echo: Sequence[str] = ()
@@ -25,14 +25,14 @@ class TextShape(ChunkedShape):
         super().__init__(usage=usage)
         self._logprobs = logprobs
         self._token_ids = token_ids
-        self._echo = dict(enumerate(echo))  # of the answers that have not begun
+        self._unsent_echo = dict(enumerate(echo))
         self._offsets: dict[int, int] = {}
 
     def part(self, part: AnswerPart) -> TextChoice:
-        """What this part of an answer is here."""
+        """This part of an answer as a choice of the API."""
         choice = TextChoice(
             index=part.index,
-            text=self._echo.pop(part.index, "") + part.content,
+            text=self._unsent_echo.pop(part.index, "") + part.content,
             logprobs=None if part.logprobs is None else self._entries(part),
             finish_reason=part.finish_reason,
         )
@@ -41,7 +41,7 @@ class TextShape(ChunkedShape):
         return choice
 
     def _entries(self, part: AnswerPart) -> TextLogprobs:
-        """Of tokens with the same text the likeliest one is shown; the chosen one comes first."""
+        """The log probabilities of a part. Of several tokens with the same text only the likeliest appears; the chosen token comes first."""
         assert part.logprobs is not None
         columns = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if not self._logprobs:
@@ -57,14 +57,14 @@ class TextShape(ChunkedShape):
         return columns
 
     def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
-        """The event with this part of an answer."""
+        """The event that carries this part of an answer."""
         return chunk_event(TextCompletion(object="text_completion", **head, choices=[self.part(part)]))
 
     def _closing(self, head: dict[str, Any], **more: Any) -> str:
         return chunk_event(TextCompletion(object="text_completion", **head, choices=[], **more))
 
     def collector(self, index: int) -> _TextCollector:
-        """Collects one of the answers."""
+        """A collector for the answer with this index."""
         return _TextCollector(self, index)
 
     def body(
@@ -74,7 +74,7 @@ class TextShape(ChunkedShape):
         usage: Usage,
         timings: dict[str, float] | None,
     ) -> list[bytes]:
-        """JSON of all the answers, in pieces."""
+        """The JSON of all answers, in pieces."""
         completion = TextCompletion(**head, choices=[], usage=usage, timings=timings)
         body = completion.model_dump_json(exclude=left_out(timings, token_ids=True)).encode()
         before, after = body.split(_NO_CHOICES)
@@ -85,7 +85,7 @@ class TextShape(ChunkedShape):
 
 
 class _TextCollector:
-    """One answer. Its log probabilities are kept as the JSON that they become, see `CompleteChoice`."""
+    """Collects one answer. Log probabilities are kept as JSON; `CompleteChoice` says why."""
 
     def __init__(self, shape: TextShape, index: int) -> None:
         self._shape = shape
@@ -114,7 +114,7 @@ class _TextCollector:
                     self._lists.setdefault(name, [])
 
     def pieces(self, *, token_ids: bool) -> list[bytes]:
-        """Its JSON."""
+        """The JSON of the answer, in pieces."""
         choice = TextChoice(index=self._index, text="".join(self._text), finish_reason=self._finish_reason)
         if token_ids:
             choice.token_ids = self._token_ids.tolist()

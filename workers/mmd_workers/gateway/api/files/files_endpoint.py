@@ -1,4 +1,4 @@
-"""The paths of /v1/files, in OpenAI's shape: upload, list, get, read and delete files."""
+"""The endpoints under /v1/files, compatible with OpenAI's: upload, list, get, read and delete files."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from mmd_workers.gateway.intake.file_kind import HEAD_BYTES, kind_of
 from mmd_workers.gateway.intake.tenant_files import Files
 from mmd_workers.wire.stored_files import CHUNK_BYTES, StoredFile
 
-FEED_BYTES = (
-    16 << 10
-)  # of a form at once: a few milliseconds at worst, and other requests have their turn in between
-UPLOAD_BYTES = 2 * CHUNK_BYTES  # of memory that an upload holds
-LISTED_BYTES = 2048  # of memory for a file in a list: its entry and its JSON
+FEED_BYTES = 16 << 10
+"""A form is parsed in parts of this size: each takes a few milliseconds at worst, and other requests take turns in between."""
+UPLOAD_BYTES = 2 * CHUNK_BYTES  # the memory that an upload or a download holds
+LISTED_FILE_BYTES = 2048  # the memory for one file in a list: its entry and its JSON
 MAX_LISTED = 10_000
 _LIST_FIELDS = ("after", "limit", "order", "purpose")
 
 
 class _FilesEndpoint(Endpoint, ABC):
-    """What the paths share."""
+    """The common part of the files endpoints."""
 
     prefix = "fr-"
     counts = False
@@ -66,7 +65,7 @@ class _FilesEndpoint(Endpoint, ABC):
             if not exchange.timeline.status:
                 raise late from error
             exchange.timeline.code, exchange.timeline.error = late.code, late.message
-            # the response has begun: the connection is closed, and the client misses bytes of the declared length
+            # The response has begun: the connection closes, and the client notices that bytes of the declared length are missing.
 
     def _late(self) -> MmdError:
         return DeadlineError(
@@ -82,7 +81,7 @@ class _FilesEndpoint(Endpoint, ABC):
         return self._gateway.files
 
     def _tenant(self, exchange: Exchange) -> str:
-        """Without API keys all clients are one tenant."""
+        """The name of the tenant; without API keys all clients are one tenant without a name."""
         return exchange.tenant.name if exchange.tenant else ""
 
     def _file_id(self, exchange: Exchange) -> str:
@@ -125,7 +124,7 @@ class UploadFile(_FilesEndpoint):
             raise
 
     def _check_origin(self, headers: Headers) -> None:
-        """Refuse the form of a page of another site: browsers send forms without asking the server first, unlike JSON."""
+        """Refuse a form from a page of another site: browsers send forms, unlike JSON, without a preflight request."""
         origin = headers.get("origin")
         if origin is None or origin in self._gateway.settings.allowed_origins:
             return
@@ -137,13 +136,13 @@ class UploadFile(_FilesEndpoint):
     async def _receive(
         self, exchange: Exchange, files: Files, form: UploadForm, upload: _Upload
     ) -> StoredFile:
-        """Store what arrives, chunk by chunk; what is no medium is refused before anything is stored."""
+        """Store the file chunk by chunk as it arrives; a file that is not a medium is refused before anything is stored."""
         body, total = Chunks(exchange.receive), 0
         while not body.ended:
             piece = await body.next()
             total += len(piece)
-            for at in range(0, len(piece), FEED_BYTES):
-                form.feed(piece[at : at + FEED_BYTES])
+            for start in range(0, len(piece), FEED_BYTES):
+                form.feed(piece[start : start + FEED_BYTES])
                 await asyncio.sleep(0)
             upload.check_size()
             if total > files.max_file_bytes + FORM_BYTES:
@@ -162,20 +161,20 @@ class UploadFile(_FilesEndpoint):
 
 
 class _Upload:
-    """An upload of a tenant while it is stored. It takes room for `most_bytes` when it has its first chunk, and none where that is no medium."""
+    """A tenant's upload while it is stored. It reserves `most_bytes` at its first chunk, unless that chunk is not the beginning of a medium."""
 
     def __init__(self, files: Files, tenant: str, form: UploadForm, most_bytes: int, deadline: float) -> None:
         self._files, self._tenant, self._form = files, tenant, form
         self._most_bytes, self._deadline = most_bytes, deadline
         self._entry: StoredFile | None = None
         self._digest = hashlib.sha256()
-        self._number, self._num_bytes = 0, 0  # of the chunks that are stored
+        self._num_chunks, self._num_bytes = 0, 0
 
     def check_size(self) -> None:
-        """Check that what has come fits in the room of the upload.
+        """Check that the received bytes fit within the upload's limit.
 
         Raises:
-            RequestTooLargeError: it does not.
+            RequestTooLargeError: they do not.
         """
         if self._num_bytes + len(self._form.data) > self._most_bytes:
             raise _too_large(self._most_bytes)
@@ -184,24 +183,24 @@ class _Upload:
         """Store the next chunk.
 
         Raises:
-            ApiError: it is the first, and no medium begins so.
+            ApiError: it is the first chunk, and no medium begins with these bytes.
             FileQuotaError, PeerLostError, OverloadedError: see `Files.begin`.
         """
         form = self._form
         if self._entry is None:
             kind = kind_of(chunk[:HEAD_BYTES], form.content_type, form.filename)
-            most = len(chunk) if form.complete and not form.data else self._most_bytes
-            entry = await self._files.begin(self._tenant, most, self._deadline)
+            reserved_bytes = len(chunk) if form.complete and not form.data else self._most_bytes
+            entry = await self._files.begin(self._tenant, reserved_bytes, self._deadline)
             self._entry = replace(entry, modality=kind)
         self._digest.update(chunk)
-        await self._files.store(self._entry, self._number, chunk)
-        self._number, self._num_bytes = self._number + 1, self._num_bytes + len(chunk)
+        await self._files.store(self._entry, self._num_chunks, chunk)
+        self._num_chunks, self._num_bytes = self._num_chunks + 1, self._num_bytes + len(chunk)
 
     async def finish(self, purpose: str, lifetime_seconds: int) -> StoredFile:
         """Make the file available.
 
         Raises:
-            ApiError: it has no byte.
+            ApiError: the file is empty.
             FileNotFoundInStoreError, PeerLostError, OverloadedError: see `Files.finish`.
         """
         if self._entry is None:
@@ -221,7 +220,7 @@ class _Upload:
         return await self._files.finish(entry)
 
     async def give_up(self) -> None:
-        """Leave nothing of it."""
+        """Discard everything stored of the upload."""
         if self._entry is not None:
             await self._files.give_up(self._entry)
 
@@ -235,25 +234,27 @@ class ListFiles(_FilesEndpoint):
     async def _list(self, exchange: Exchange, files: Files, reservation: RequestReservation) -> None:
         query = QueryParams(exchange.scope.get("query_string", b""))
         limit, newest_first, purpose, after = _list_options(query)
-        found = [one for one in await files.of_tenant(self._tenant(exchange)) if purpose in ("", one.purpose)]
+        listed = [
+            file for file in await files.of_tenant(self._tenant(exchange)) if purpose in ("", file.purpose)
+        ]
         if newest_first:
-            found.reverse()
+            listed.reverse()
         if after:
-            place = next((n for n, one in enumerate(found) if one.file_id == after), None)
-            if place is None:
+            position = next((n for n, file in enumerate(listed) if file.file_id == after), None)
+            if position is None:
                 unknown = InvalidValueError(
                     f"after: no file {after[:MAX_NAME_CHARACTERS]!r} in this list; send the id of one, or omit it"
                 )
                 raise ApiError(unknown, param="after")
-            found = found[place + 1 :]
-        page = found[:limit]
-        await reservation.resize(LISTED_BYTES * len(page))
+            listed = listed[position + 1 :]
+        page = listed[:limit]
+        await reservation.resize(LISTED_FILE_BYTES * len(page))
         body = {
             "object": "list",
-            "data": [shown(one) for one in page],
+            "data": [shown(file) for file in page],
             "first_id": page[0].file_id if page else None,
             "last_id": page[-1].file_id if page else None,
-            "has_more": len(found) > limit,
+            "has_more": len(listed) > limit,
         }
         await exchange.reply_in_pieces([await asyncio.to_thread(to_json, body)])
 
@@ -289,7 +290,7 @@ class GetContent(_FilesEndpoint):
         )
 
     async def _send(self, exchange: Exchange, files: Files) -> None:
-        """The bytes as they were uploaded, for programs: a browser must not show them as a page of this origin."""
+        """Send the bytes as they were uploaded. They are for programs: a browser must not show them as a page of this origin."""
         stored = await files.find(self._tenant(exchange), self._file_id(exchange))
         chunks = files.chunks(stored)
         first = await anext(chunks)
@@ -308,16 +309,15 @@ class GetContent(_FilesEndpoint):
         try:
             async for chunk in chunks:
                 await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except (
-            MmdError
-        ) as error:  # the connection is closed, and the client misses bytes of the declared length
+        except MmdError as error:
+            # The connection closes, and the client notices that bytes of the declared length are missing.
             exchange.timeline.code, exchange.timeline.error = error.code, error.message
             return
         await exchange.send({"type": "http.response.body", "body": b""})
 
 
 def shown(stored: StoredFile) -> dict[str, Any]:
-    """A file as OpenAI's clients know it."""
+    """A file in the form of OpenAI's API."""
     return {
         "id": stored.file_id,
         "object": "file",
@@ -331,7 +331,7 @@ def shown(stored: StoredFile) -> dict[str, Any]:
 
 
 def _list_options(query: Mapping[str, str]) -> tuple[int, bool, str, str]:
-    """Limit, whether the newest come first, purpose ("": all), and the id after which the list begins ("": at its beginning)."""
+    """The limit, whether the newest files come first, the purpose ("": all), and the id before the first listed file ("": none)."""
     for name in query:
         if name not in _LIST_FIELDS:
             shown_name = name[:MAX_NAME_CHARACTERS]
@@ -354,13 +354,13 @@ def _list_options(query: Mapping[str, str]) -> tuple[int, bool, str, str]:
 
 
 def _most_bytes(headers: Headers, files: Files) -> int:
-    """What an upload may have at most. A content-length beside a transfer-encoding says nothing: the server reads the chunks (RFC 9112, 6.3)."""
-    most, declared = files.max_file_bytes, headers.get("content-length", "")
+    """The most bytes an upload may have. A content-length beside a transfer-encoding is ignored: the server reads the chunks (RFC 9112, 6.3)."""
+    max_bytes, declared = files.max_file_bytes, headers.get("content-length", "")
     if "transfer-encoding" in headers or not declared.isdigit():
-        return most
-    if int(declared[:19]) > most + FORM_BYTES:
-        raise _too_large(most)
-    return min(most, int(declared[:19]))
+        return max_bytes
+    if int(declared[:19]) > max_bytes + FORM_BYTES:
+        raise _too_large(max_bytes)
+    return min(max_bytes, int(declared[:19]))
 
 
 def _too_large(most_bytes: int) -> RequestTooLargeError:

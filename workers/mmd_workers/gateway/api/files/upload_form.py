@@ -1,4 +1,4 @@
-"""Reads the form of an upload while it arrives: fields, and the bytes of one file. Independent of where the bytes go."""
+"""Parses the form of an upload while it arrives: fields and the bytes of one file. Independent of where the bytes go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmd_workers.gateway.basics.strict import MAX_NAME_CHARACTERS
 MAX_FIELD_BYTES = 1024
 MAX_FILENAME_BYTES = 255
 MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
-FORM_BYTES = 64 << 10  # of a body beside its file
+FORM_BYTES = 64 << 10  # the most bytes of a body besides its file
 PURPOSES = ("user_data", "vision")
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 FIELDS = ("purpose", _ANCHOR, _SECONDS)
@@ -29,7 +29,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class UploadForm:
-    """A form of which pieces are fed; `data` has the bytes of the file that have come and were not taken."""
+    """Parses a form piece by piece. `data`: bytes of the file that have arrived and that the caller has not yet removed."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
@@ -44,7 +44,7 @@ class UploadForm:
         self.complete = False
         self._has_file = False
         self._fields: dict[str, bytearray] = {}
-        self._field: bytearray | None = None  # of the present part; None: it is the file
+        self._field: bytearray | None = None  # the current part's value; None if the part is the file
         self._header, self._value = bytearray(), bytearray()
         self._headers: dict[bytes, bytes] = {}
         callbacks: Any = {
@@ -62,7 +62,7 @@ class UploadForm:
         """Take the next piece of the body.
 
         Raises:
-            ApiError: it is no form of an upload; names the field.
+            ApiError: the form is not valid for an upload; the error names the field.
         """
         try:
             self._parser.write(piece)
@@ -74,10 +74,10 @@ class UploadForm:
             ) from error
 
     def purpose(self) -> str:
-        """What the file is for.
+        """The purpose of the file.
 
         Raises:
-            ApiError: missing or not served.
+            ApiError: it is missing or not served.
         """
         purpose = self._text("purpose")
         if purpose is None:
@@ -92,10 +92,10 @@ class UploadForm:
         return purpose
 
     def lifetime_seconds(self, most: int) -> int:
-        """After which the file ends: `most` where the form does not say.
+        """The seconds until the file expires; `most` if the form does not set them.
 
         Raises:
-            ApiError: out of range.
+            ApiError: the value is out of range.
         """
         anchor, seconds = self._text(_ANCHOR), self._text(_SECONDS)
         if anchor is None and seconds is None:
@@ -111,10 +111,10 @@ class UploadForm:
         return int(seconds)
 
     def check_complete(self) -> None:
-        """Check that the form has ended, with a file in it.
+        """Check that the form is complete and has a file.
 
         Raises:
-            ApiError: it has not.
+            ApiError: it is incomplete or has no file.
         """
         if not self.complete:
             raise ApiError(
@@ -186,7 +186,7 @@ class UploadForm:
 
 
 def _base_name(filename: str) -> str:
-    """Without the folders that some clients send, and without what would hide in a log or a header; nothing opens a file of this name."""
+    """The name without folders, which some clients send, and without characters invisible in logs or headers. No file of this name is opened."""
     name = _CONTROL.sub("", re.split(r"[/\\]", filename)[-1]).strip()
     shortened = name.encode()[:MAX_FILENAME_BYTES].decode(errors="ignore")
     return shortened if shortened not in ("", ".", "..") else "file"

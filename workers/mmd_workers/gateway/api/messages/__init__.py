@@ -1,1 +1,1 @@
-"""Anthropic's messages: requests as chats in another shape, and what clients get. Knows no other API."""
+"""Anthropic's messages: their translation into chats, and the responses to clients. Knows no other API."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API has them: chats in another shape."""
+"""POST /v1/messages and /v1/messages/count_tokens, compatible with Anthropic's API and served as chats."""
 
 from __future__ import annotations
 

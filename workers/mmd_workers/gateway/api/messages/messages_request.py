@@ -1,5 +1,7 @@
-"""What clients send to /v1/messages: Anthropic's messages as pydantic models, and the chats that they become. Independent of the network
-and the model."""
+"""Requests to /v1/messages: Anthropic's messages as pydantic models, and their translation into chats.
+
+Independent of the network and the model.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ class ImageBlock(Strict):
     cache_control: CacheMark = None
 
     def source(self, param: str) -> MediaSource:
-        """The image."""
+        """The image as a media source. `param`: field of the block."""
         return _source("image", param, self.image)
 
 
@@ -146,7 +148,7 @@ class DocumentBlock(Strict):
     cache_control: CacheMark = None
 
     def source(self, param: str) -> MediaSource:
-        """The document."""
+        """The document as a media source. `param`: field of the block."""
         return _source("document", param, self.document)
 
 
@@ -159,7 +161,7 @@ def _source(
 
 
 def _arguments(value: dict[str, Any]) -> str:
-    """The arguments of a call as JSON."""
+    """The arguments of a call, encoded as JSON."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError as error:
@@ -320,10 +322,10 @@ class CountTokensRequest(Strict):
     thinking: Thinking | None = None
 
     def as_chat(self) -> TranslatedRequest:
-        """The same prompt as a chat, which its messages are moved to.
+        """Translate the prompt into a chat; its messages are moved, not copied.
 
         Raises:
-            ApiError: a block is where it cannot be, or fields contradict each other.
+            ApiError: a block is in the wrong place, or fields contradict each other.
         """
         chat = Translation()
         if self.system is not None:
@@ -335,12 +337,12 @@ class CountTokensRequest(Strict):
             else:
                 _add_blocks(chat, turn.role, turn.content, where)
         choice: Any = None
-        if (asked := self.tool_choice) is not None:
+        if (requested := self.tool_choice) is not None:
             words = {"auto": "auto", "any": "required", "none": "none"}
-            choice = words[asked.type] if asked.name is None else named_tool(asked.name)
-            if asked.type == "any" and not self.tools:
+            choice = words[requested.type] if requested.name is None else named_tool(requested.name)
+            if requested.type == "any" and not self.tools:
                 raise fault("tool_choice", "any needs tools; send some")
-        form = self.output_config.format if self.output_config is not None else None
+        output_format = self.output_config.format if self.output_config is not None else None
         fields = {
             "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
             "parameters": "input_schema",
@@ -355,10 +357,10 @@ class CountTokensRequest(Strict):
                 for tool in self.tools or ()
             ],
             tool_choice=choice,
-            parallel_tool_calls=asked is None or not asked.disable_parallel_tool_use,
+            parallel_tool_calls=requested is None or not requested.disable_parallel_tool_use,
             reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
             must_reason=self.thinking is not None and self.thinking.type == "enabled",
-            response_format=None if form is None else _response_format(form),
+            response_format=None if output_format is None else _response_format(output_format),
             names=FieldNames(chat.places, fields, dotted=True),
         )
         with request.names.in_faults():
@@ -367,15 +369,15 @@ class CountTokensRequest(Strict):
 
 
 _EFFORTS: dict[str, ReasoningEffort | None] = {"enabled": "medium", "disabled": "none", "adaptive": None}
-"""Of a chat, by the type of `thinking`."""
+"""The reasoning effort of the chat, by the type of `thinking`."""
 
 
 def _add_blocks(
     chat: Translation, role: Literal["user", "assistant", "system"], blocks: list[Any], where: str
 ) -> None:
-    """Add the messages that the blocks of one become: results each its own, then the others."""
+    """Translate the blocks of one message: each result becomes a message, then all other blocks become one."""
     content: list[Any] = []
-    parts: list[int] = []
+    block_numbers: list[int] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     fields: list[str] = []
@@ -401,7 +403,7 @@ def _add_blocks(
             check_number_of_calls(calls, param)
         else:
             content.append(block)
-            parts.append(number)
+            block_numbers.append(number)
     if not content and not calls and not thoughts:
         return
     message = message_of(role, content or None)
@@ -411,8 +413,8 @@ def _add_blocks(
     if calls:
         assert message.role == "assistant"
         message.tool_calls = calls
-    whole = len(parts) == len(blocks)
-    chat.add(message, FieldPlace(where, None if whole else parts, fields))
+    has_all_blocks = len(block_numbers) == len(blocks)
+    chat.add(message, FieldPlace(where, None if has_all_blocks else block_numbers, fields))
 
 
 class MessagesRequest(CountTokensRequest):
@@ -449,15 +451,15 @@ TAGS = frozenset(
         "file",
     }
 )
-_INDEX = ".{}"  # as Anthropic's API spells a place in a list
+_INDEX = ".{}"  # Anthropic's notation for an index in a list
 
 
 def parse_messages_request(value: object) -> TranslatedRequest:
     """Validate a decoded JSON body.
 
     Raises:
-        InvalidTypeError: the body is no object.
-        ApiError: 400, naming the first field at fault and what would be right.
+        InvalidTypeError: the body is not an object.
+        ApiError: 400, naming the first invalid field and the remedy.
     """
     _refuse_other_types(value)
     request = validated(MessagesRequest, value, NOT_SERVED, TAGS, _INDEX)
@@ -478,7 +480,7 @@ def parse_messages_request(value: object) -> TranslatedRequest:
 
 
 def parse_count_tokens_request(value: object) -> TranslatedRequest:
-    """Validate a decoded JSON body; for what it raises see `parse_messages_request`."""
+    """Validate a decoded JSON body; raises as `parse_messages_request` does."""
     _refuse_other_types(value)
     return validated(CountTokensRequest, value, NOT_SERVED, TAGS, _INDEX).as_chat()
 
@@ -489,7 +491,7 @@ def _response_format(form: OutputFormat) -> ResponseFormat:
 
 
 def _refuse_other_types(value: object) -> None:
-    """Refuse tools that Anthropic's servers run, and results with other things than text."""
+    """Refuse tools that Anthropic's servers run, and tool results with anything but text."""
     refuse_types(
         entries_of(value, "tools", "tools.{}"),
         ("custom",),
@@ -502,6 +504,6 @@ def _refuse_other_types(value: object) -> None:
 
 
 def _blocks(value: object) -> Iterator[tuple[str, object]]:
-    """Every block of a body that may be anything, with its field."""
+    """Yield every block of an unvalidated body, with its field."""
     for param, turn in entries_of(value, "messages", "messages.{}"):
         yield from entries_of(turn, "content", param + ".content.{}")

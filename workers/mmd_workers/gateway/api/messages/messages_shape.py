@@ -29,10 +29,10 @@ _TYPES = {
 
 
 class MessagesErrors(ErrorShape):
-    """Errors as Anthropic's clients know them."""
+    """Errors in the form of Anthropic's API."""
 
     def status(self, error: ApiError) -> int:
-        """The HTTP status; Anthropic's API has one of its own for overload."""
+        """The HTTP status; Anthropic's API uses a status of its own for overload."""
         return OVERLOADED_STATUS if error.status == 503 else error.status
 
     def body(self, error: ApiError, request_id: str) -> dict[str, Any]:
@@ -49,12 +49,12 @@ class MessagesErrors(ErrorShape):
 
 
 def errors_at(path: str) -> ErrorShape:
-    """How clients of a path get errors, whether it is served or not."""
+    """The form of errors on a path, whether the path is served or not."""
     return MessagesErrors() if path == PATH or path.startswith(f"{PATH}/") else ErrorShape()
 
 
 class MessagesShape(OneAnswer):
-    """Messages. `fills_context`: an answer that is cut has filled the model's context, and not come to the `max_tokens` of its request."""
+    """Writes Anthropic's messages. `fills_context`: a cut answer has filled the model's context before reaching its `max_tokens`."""
 
     keeps_text = False
     waiting = 'event: ping\ndata: {"type":"ping"}\n\n'
@@ -62,23 +62,23 @@ class MessagesShape(OneAnswer):
     def __init__(self, *, fills_context: bool) -> None:
         super().__init__()
         self._cut = "model_context_window_exceeded" if fills_context else "max_tokens"
-        self._begun = 0  # blocks of a stream
-        self._last: type[Piece] | None = None  # kind of piece
+        self._num_begun = 0  # blocks begun on the stream
+        self._last_kind: type[Piece] | None = None
 
     def opening(self, head: dict[str, Any], usage: Usage) -> Iterable[str]:
-        """The message without content."""
+        """The event with the message, still without content."""
         yield named_event(
             {"type": "message_start", "message": self._message(head, [], self._streamed, usage, None)}
         )
 
     def _piece(self, piece: Piece) -> Iterator[str]:
-        before, self._last = self._last, type(piece)
+        kind_before, self._last_kind = self._last_kind, type(piece)
         if isinstance(piece, str):
-            if before is not str:
+            if kind_before is not str:
                 yield from self._begin(_text_block(""))
             text, delta = piece, {"type": "text_delta", "text": piece}
         elif isinstance(piece, ReasoningPart):
-            if before is not ReasoningPart:
+            if kind_before is not ReasoningPart:
                 yield from self._begin(_thinking_block(""))
             text, delta = piece.text, {"type": "thinking_delta", "thinking": piece.text}
         else:
@@ -86,21 +86,21 @@ class MessagesShape(OneAnswer):
                 yield from self._begin(_tool_use(piece.id, piece.name, {}))
             text, delta = piece.arguments, {"type": "input_json_delta", "partial_json": piece.arguments}
         if text:
-            yield named_event({"type": "content_block_delta", "index": self._begun - 1, "delta": delta})
+            yield named_event({"type": "content_block_delta", "index": self._num_begun - 1, "delta": delta})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[str]:
-        """The end of the block before this one, and its beginning."""
-        if self._begun:
+        """The events that end the block before this one and begin this one."""
+        if self._num_begun:
             yield self._block_stop()
-        yield named_event({"type": "content_block_start", "index": self._begun, "content_block": block})
-        self._begun += 1
+        yield named_event({"type": "content_block_start", "index": self._num_begun, "content_block": block})
+        self._num_begun += 1
 
     def _block_stop(self) -> str:
-        return named_event({"type": "content_block_stop", "index": self._begun - 1})
+        return named_event({"type": "content_block_stop", "index": self._num_begun - 1})
 
     def ending(self, _head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
-        """The end of the last block, why the message ended, and its end."""
-        if not self._begun:
+        """The events for the end of the last block, the stop reason, and the end of the message."""
+        if not self._num_begun:
             yield from self._begin(_text_block(""))
         yield self._block_stop()
         reason, stop = self._stop_reason(self._streamed)
@@ -139,7 +139,7 @@ class MessagesShape(OneAnswer):
         return message if timings is None else {**message, "timings": timings}
 
     def _stop_reason(self, whole: WholeAnswer) -> tuple[str | None, str | None]:
-        """`stop_reason` and `stop_sequence`."""
+        """The `stop_reason` and the `stop_sequence`."""
         if whole.finish_reason == "length":
             return self._cut, None
         if whole.finish_reason == "tool_calls":
@@ -170,17 +170,20 @@ def _content(block: AnswerBlock) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. Of those that are cut off it has what is complete, as the client's own accumulation of a stream has; text
-    that is no JSON is the value of a key, under which it may also be sent back to Anthropic's models."""
+    """Parse the arguments of a call.
+
+    If they are cut off, the result has the complete part, as a client has that accumulates a stream. Text that is not JSON becomes the value
+    of a key, under which it may also be sent back to Anthropic's models.
+    """
     try:
-        found = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        parsed = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Anthropic's `input_tokens` are those that were in no cache."""
+    """Anthropic's usage, whose `input_tokens` exclude cached tokens."""
     cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,

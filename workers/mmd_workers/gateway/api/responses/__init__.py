@@ -1,1 +1,1 @@
-"""OpenAI's responses: requests as chats in another shape, and what clients get. Knows no other API."""
+"""OpenAI's Responses API: translation of its requests into chats, and the responses to clients. Knows no other API."""

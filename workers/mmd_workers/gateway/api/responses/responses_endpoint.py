@@ -1,4 +1,4 @@
-"""POST /v1/responses, as OpenAI's API has it, but for what would have to be stored: chats in another shape."""
+"""POST /v1/responses, compatible with OpenAI's API except for stored state, and served as chats."""
 
 from __future__ import annotations
 

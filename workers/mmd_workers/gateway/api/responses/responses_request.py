@@ -1,5 +1,7 @@
-"""What clients send to /v1/responses: OpenAI's responses as pydantic models, and the chats that they become. Independent of the network
-and the model."""
+"""Requests to /v1/responses: OpenAI's Responses API as pydantic models, and their translation into chats.
+
+Independent of the network and the model.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,7 @@ class FunctionCallOutput(Strict):
 
 
 def _item_kind(value: object) -> str | None:
-    """The item's type; a message may have none."""
+    """The type of an item; a message may have none."""
     return (type_of(value) or "message") if isinstance(value, dict) else "message"
 
 
@@ -217,7 +219,7 @@ class TextFormat(Strict):
         return self
 
     def as_response_format(self) -> ResponseFormat:
-        """The same as a chat has it."""
+        """The same format as a field of a chat."""
         if self.source is None:
             return ResponseFormat.model_construct(type=self.type)
         schema = JsonSchemaFormat.model_construct(name=self.name or "", source=self.source)
@@ -256,7 +258,7 @@ class ReasoningConfig(Strict):
 
 
 def _metadata(value: object) -> object:
-    """Keys and values; the first fault alone, since pydantic would make an error of each."""
+    """Validate keys and values; only the first fault is raised, because pydantic would report each."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_METADATA:
@@ -320,7 +322,7 @@ class ResponsesRequest(Strict):
     user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
 
     def as_chat(self) -> TranslatedRequest:
-        """The same request as a chat, which its items are moved to.
+        """Translate the request into a chat; its items are moved, not copied.
 
         Raises:
             ApiError: fields contradict each other.
@@ -338,7 +340,7 @@ class ResponsesRequest(Strict):
             "response_format": "text.format",
             "response_format.json_schema.schema": "text.format.schema",
         }
-        form = self.text.format if self.text is not None else None
+        text_format = self.text.format if self.text is not None else None
         request = TranslatedRequest.model_construct(
             model=self.model,
             cache_salt=self.cache_salt,
@@ -355,7 +357,7 @@ class ResponsesRequest(Strict):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             mm_processor_kwargs=self.mm_processor_kwargs,
-            response_format=None if form is None else form.as_response_format(),
+            response_format=None if text_format is None else text_format.as_response_format(),
             names=FieldNames(chat.places, fields),
         )
         with request.names.in_faults():
@@ -364,12 +366,15 @@ class ResponsesRequest(Strict):
 
 
 def _add_items(chat: Translation, items: list[Any]) -> None:
-    """Add the messages that items become: calls belong to the message of the assistant before them, or to one without content, and reasoning,
-    of one item or several in a row, to what follows it."""
-    answer: AnswerMessage | None = None  # which the next call belongs to
+    """Translate items into messages of a chat.
+
+    Calls belong to the assistant's message before them, or else to a message without content. Reasoning, of one item or of several in a row,
+    belongs to whatever follows it.
+    """
+    answer: AnswerMessage | None = None  # the message for the next call
     calls: list[ToolCall] = []
     fields: list[str] = []
-    thoughts: list[str] = []  # that no message has yet
+    thoughts: list[str] = []  # reasoning that is not yet in a message
 
     def reason(param: str) -> None:
         nonlocal answer, calls, fields, thoughts
@@ -401,13 +406,17 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
                 result_of(item.call_id, item.output), FieldPlace(f"{param}.output", result=f"{param}.call_id")
             )
         else:
-            before, answer, calls, fields = answer, None, [], []
+            answer_before, answer, calls, fields = answer, None, [], []
             message = message_of(item.role, item.content)
             place = FieldPlace(f"{param}.content", calls=fields)
             if isinstance(message, AnswerMessage):
                 answer = message
-                if before is not None and before.content is None and not before.tool_calls:
-                    message.reasoning_content = before.reasoning_content
+                if (
+                    answer_before is not None
+                    and answer_before.content is None
+                    and not answer_before.tool_calls
+                ):
+                    message.reasoning_content = answer_before.reasoning_content
                     chat.messages[-1], chat.places[-1] = message, place
                     continue
             chat.add(message, place)
@@ -415,7 +424,7 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
 
 
 def _choice(choice: str | NamedFunctionChoice | AllowedFunctions | None) -> Any:
-    """As a chat has it."""
+    """The same choice as a field of a chat."""
     if isinstance(choice, NamedFunctionChoice):
         return named_tool(choice.name)
     if isinstance(choice, AllowedFunctions):
@@ -446,7 +455,7 @@ TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *AN
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """What of a request its response repeats. `form`: `text.format`."""
+    """The fields of a request that its response repeats. `form`: the field `text.format`."""
 
     instructions: str | None
     max_output_tokens: int | None
@@ -460,7 +469,7 @@ class Repeated:
 
     @property
     def num_characters(self) -> int:
-        """Of all its texts, but for some kilobytes at most."""
+        """The length of all its texts, apart from a few kilobytes."""
         schema = self.form.source if self.form is not None else None
         tools = sum(len(tool.description or "") + len(tool.parameters or "") for tool in self.tools)
         return len(self.instructions or "") + len(schema or "") + tools
@@ -470,8 +479,8 @@ def parse_responses_request(value: object) -> TranslatedRequest:
     """Validate a decoded JSON body.
 
     Raises:
-        InvalidTypeError: the body is no object.
-        ApiError: 400, naming the first field at fault and what would be right.
+        InvalidTypeError: the body is not an object.
+        ApiError: 400, naming the first invalid field and the remedy.
     """
     refuse_types(
         entries_of(value, "tools", "tools[{}]"),

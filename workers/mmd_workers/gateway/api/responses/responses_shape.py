@@ -1,4 +1,4 @@
-"""Answers of /v1/responses, in the shape of OpenAI's Responses API. Independent of HTTP and workers."""
+"""Answers and errors of /v1/responses, in the shape of OpenAI's Responses API. Independent of HTTP and workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ID_KINDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
 class ResponsesShape(OneAnswer):
-    """The response to one request, which knows how far its stream has come. `response_id`: as its head has it."""
+    """Writes the response to one request and tracks the progress of its stream. `response_id`: the id in its head."""
 
     keeps_text = True
     waiting = ": waiting\n\n"
@@ -32,12 +32,12 @@ class ResponsesShape(OneAnswer):
     def __init__(self, response_id: str, given: Repeated) -> None:
         super().__init__()
         self._given = given
-        self._own_id = response_id.rpartition("_")[2]
+        self._id_suffix = response_id.rpartition("_")[2]
         self._head: dict[str, Any] = {}
         self._next_number = 0
 
     def opening(self, head: dict[str, Any], _usage: Usage) -> Iterable[str]:
-        """The response without output."""
+        """The events with the response, still without output."""
         self._head = head
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
@@ -77,12 +77,12 @@ class ResponsesShape(OneAnswer):
                 yield self._event("response.reasoning_text.done", **place, text=text)
             yield self._event("response.content_part.done", **place, part=_part(text, item["type"]))
         else:
-            done = {**self._place(number), "name": item["name"], "arguments": text}
-            yield self._event("response.function_call_arguments.done", **done)
+            fields = {**self._place(number), "name": item["name"], "arguments": text}
+            yield self._event("response.function_call_arguments.done", **fields)
         yield self._event("response.output_item.done", output_index=number, item=item)
 
     def ending(self, _head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:
-        """The ends of the last item and of the response, each with its text."""
+        """The events that end the last item and the response, each with its text."""
         last, status = len(self._streamed.shown) - 1, _status(self._streamed)
         if not self._streamed.blocks:
             yield from self._begin_of_item(last)
@@ -92,7 +92,7 @@ class ResponsesShape(OneAnswer):
         yield self._event(f"response.{status}", response=response)
 
     def failure(self, error: ApiError) -> str:
-        """The event that ends a stream that has begun: the failed response, with its output so far."""
+        """The last event of a stream that fails: the failed response, with its output so far."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         fault = {**_fault(error, code), "type": error.code}
         output = self._output(self._streamed, "incomplete")
@@ -117,7 +117,7 @@ class ResponsesShape(OneAnswer):
 
     def _item_id(self, number: int) -> str:
         kind = _ID_KINDS[self._streamed.shown[number].kind]
-        return f"{kind}_{self._own_id}{f'_{number}' if number else ''}"
+        return f"{kind}_{self._id_suffix}{f'_{number}' if number else ''}"
 
     def _output(self, whole: WholeAnswer, status: str) -> list[dict[str, Any]]:
         """All items; only the last one may be incomplete."""
@@ -183,10 +183,10 @@ class ResponsesShape(OneAnswer):
 
 
 class ResponsesErrors(ErrorShape):
-    """Errors of a request that has no response of its own to fail: it repeats another, or resumes the stream of one."""
+    """Errors of a request without a response of its own, because it repeats another request or resumes its stream."""
 
     def events(self, error: ApiError, _request_id: str, number: int) -> Iterable[str]:
-        """The event of an error."""
+        """The event for an error."""
         return (named_event({"type": "error", "sequence_number": number, **_fault(error, error.code)}),)
 
 
