@@ -1,4 +1,4 @@
-"""JSON Web Tokens that clients send in place of an API key: whether one is valid for this gateway, and which tenant it names.
+"""JSON Web Tokens that clients send instead of an API key: whether a token is valid here, and which tenant it names.
 
 No message quotes a token or a claim.
 """
@@ -33,7 +33,7 @@ _FAULTS: dict[type[Exception], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Bearer:
-    """Whose a valid token is. `tenant`: what its claim names; empty if it names nothing. `subject`: for the audit log."""
+    """The owner of a valid token. `tenant`: the name in its claim; empty if there is none. `subject`: for the audit log."""
 
     tenant: str
     subject: str
@@ -48,11 +48,11 @@ class TokenVerifier:
         self.keys = IssuerKeys(spec.issuer, metrics)
 
     async def bearer(self, token: bytes) -> Bearer:
-        """Whose this token is.
+        """The owner of this token.
 
         Raises:
-            InvalidTokenError: it is not valid here and now.
-            IssuerUnavailableError: that cannot be checked.
+            InvalidTokenError: the token is not valid here and now.
+            IssuerUnavailableError: the token cannot be checked.
         """
         key = await self.keys.find(_key_id(token))
         try:
@@ -65,7 +65,7 @@ class TokenVerifier:
                 leeway=CLOCK_SKEW_SECONDS,
                 options={"require": list(REQUIRED)},
             )
-        except Exception as error:  # noqa: BLE001 - whatever a client sends, and the library makes of it, is no more than a refusal
+        except Exception as error:  # noqa: BLE001 - no token, and no error of the library about it, may do more than cause a refusal
             fault = next(
                 (words for kind, words in _FAULTS.items() if isinstance(error, kind)), "is malformed"
             )
@@ -74,14 +74,14 @@ class TokenVerifier:
 
 
 def is_token(credential: bytes) -> bool:
-    """Whether a credential is meant as a JSON Web Token: three parts, of which the first is an object."""
+    """True if a credential has the form of a JSON Web Token: three parts, the first of them an object."""
     return credential.startswith(_BEGIN) and credential.count(b".") == 2
 
 
 def _key_id(token: bytes) -> str:
     try:
         kid = jwt.get_unverified_header(token).get("kid", "")
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - as in `bearer`
         raise InvalidTokenError("the token is malformed; get a new one from the issuer") from None
     return str(kid)
 

@@ -1,6 +1,6 @@
-"""The certificate that the gateway shows to its clients: read from a mounted Secret, checked as a whole, replaced without a restart.
+"""The certificate that the gateway presents to its clients: read from a mounted Secret, fully checked, replaced without a restart.
 
-Connections keep the certificate that they began with. No message quotes the private key.
+Connections keep the certificate they began with. No message quotes the private key.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.process.live import LiveSecret
 
 MAX_PAIR_BYTES = 256 << 10
-_BETWEEN = "\0"  # of the two files, as one text
+_SEPARATOR = "\0"  # joins the two files into one text
 
 _log = logging.getLogger(__name__)
 
 
 class InvalidCertificateError(ValueError):
-    """A certificate and its key cannot be used together; the message names the file at fault and the remedy."""
+    """The certificate and key cannot be used together; the message names the file at fault and the remedy."""
 
 
 class UnusableNowError(InvalidCertificateError):
-    """They cannot be used now, and perhaps later, unchanged."""
+    """The certificate and key cannot be used now, but perhaps later without a change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +56,26 @@ class Certificate:
 
     @property
     def unavailable(self) -> str:
-        """Why no connection can be accepted; empty once a valid pair has been read."""
+        """The reason no connection can be accepted; empty once a valid pair has been read."""
         return f"no valid TLS certificate: {self.fault}" if self._pair is None else ""
 
     def context(self) -> ssl.SSLContext | None:
-        """TLS of a connection that comes now; None: there is no certificate."""
+        """The TLS context for new connections; None if there is no certificate."""
         return self._pair.context if self._pair is not None else None
 
     def take(self, pair: Pair) -> None:
-        """Show this one to the connections that come from now on."""
+        """Present this pair to new connections."""
         self._pair, self.fault = pair, ""
         self._metrics.certificate_expiry.set(pair.expires.timestamp())
 
     def summary(self) -> dict[str, Any]:
-        """What `/debug/state` shows."""
+        """The section of `/debug/state` about the certificate."""
         expires = self._pair.expires.isoformat() if self._pair is not None else None
         return {"enabled": True, "expires": expires, "fault": self.fault}
 
 
 class LiveCertificate(LiveSecret):
-    """Follows the two files of a mounted Secret. Where they cannot be used, the last valid pair stays in force."""
+    """Follows the two files of a mounted Secret. If they cannot be used, the last valid pair stays in force."""
 
     def __init__(self, folder: Path, certificate: Certificate, metrics: Metrics) -> None:
         super().__init__(folder, MAX_PAIR_BYTES)
@@ -86,21 +86,21 @@ class LiveCertificate(LiveSecret):
         for name in (TLS_CERTIFICATE, TLS_KEY):
             with (self._file / name).open("rb") as file:
                 texts.append(file.read(self._max_bytes + 1).decode(errors="replace"))
-        return _BETWEEN.join(texts)
+        return _SEPARATOR.join(texts)
 
     async def _take(self, text: str) -> None:
-        chain, _, key = text.partition(_BETWEEN)
+        chain, _, key = text.partition(_SEPARATOR)
         try:
             pair = await asyncio.to_thread(load_pair, chain.encode(), key.encode())
         except UnusableNowError:
-            self._text = None  # so that the next check tries again
+            self._text = None  # makes the next check try again
             raise
         self._certificate.take(pair)
         _log.info("TLS certificate in force until %s, from %s", pair.expires.isoformat(), self._file)
 
     def _rejected(self, reason: str) -> None:
         if reason != self._certificate.fault:
-            stays = (
+            consequence = (
                 "connections are refused"
                 if self._certificate.unavailable
                 else "the last valid one stays in force"
@@ -108,7 +108,7 @@ class LiveCertificate(LiveSecret):
             _log.error(
                 "cannot use the TLS certificate of %s, %s: %s; fix the Secret that spec.gateway.tls.secretName names",
                 self._file,
-                stays,
+                consequence,
                 reason,
             )
         self._certificate.fault = reason
@@ -119,7 +119,7 @@ class LiveCertificate(LiveSecret):
 
 
 def load_pair(chain: bytes, key: bytes) -> Pair:
-    """TLS with a certificate chain, the gateway's own first, and the private key of that; both in PEM.
+    """Create a TLS context from a certificate chain, the gateway's own certificate first, and its private key, both in PEM.
 
     Raises:
         InvalidCertificateError: they cannot be used, do not belong together, or the certificate has expired or is not valid yet.
@@ -131,7 +131,7 @@ def load_pair(chain: bytes, key: bytes) -> Pair:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UnusableNowError(f"cannot load {TLS_CERTIFICATE} and {TLS_KEY} ({reason})") from None
-    except Exception as error:  # noqa: BLE001 - a file must not end the gateway, whatever the libraries make of it
+    except Exception as error:  # noqa: BLE001 - no file, and no error of the libraries about it, may end the gateway
         raise InvalidCertificateError(
             f"cannot read {TLS_CERTIFICATE} and {TLS_KEY} ({type(error).__name__}); create them anew"
         ) from None
@@ -139,8 +139,12 @@ def load_pair(chain: bytes, key: bytes) -> Pair:
 
 def _loaded(chain: bytes, key: bytes) -> Pair:
     try:
-        own = x509.load_pem_x509_certificates(chain)[0]
-        begins, expires, public = own.not_valid_before_utc, own.not_valid_after_utc, own.public_key()
+        certificate = x509.load_pem_x509_certificates(chain)[0]
+        begins, expires, public = (
+            certificate.not_valid_before_utc,
+            certificate.not_valid_after_utc,
+            certificate.public_key(),
+        )
     except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion):
         raise InvalidCertificateError(
             f"{TLS_CERTIFICATE} is no chain of PEM certificates; write the gateway's own first, then those of its issuers"
@@ -174,9 +178,8 @@ def _context(chain: bytes, key: bytes) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
-    descriptor = os.memfd_create(
-        "tls"
-    )  # ssl reads files alone, and the two may change between our reading and its own
+    # `ssl` reads only files, and the two may change between our reading and its own.
+    descriptor = os.memfd_create("tls")
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(chain + b"\n" + key)

@@ -1,4 +1,4 @@
-"""Keeps the day's tokens of tenants with a limit on them the same at all gateways, and over restarts. Independent of HTTP."""
+"""Keeps the daily tokens of limited tenants the same at all gateways, and across restarts. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _log = logging.getLogger(__name__)
 
 
 class DailyTokens:
-    """Adds what this gateway has counted to the records, and learns what the others have. `tenants()`: those in force."""
+    """Adds the tokens counted here to the records, and learns those of the other gateways. `tenants()`: the tenants in force."""
 
     def __init__(self, records: TokenRecords, tenants: Callable[[], Iterable[KnownTenant]]) -> None:
         self._records, self._tenants = records, tenants
         self._there = False
 
     async def run(self) -> None:
-        """Until cancelled. While the records cannot be reached, each gateway goes on from what it knows."""
+        """Exchange counts until cancelled. While the records cannot be reached, each gateway continues from its own knowledge."""
         limited = RateLimitedLog(_log)
         while True:
             try:
@@ -32,31 +32,31 @@ class DailyTokens:
             except MmdError as error:
                 self._there = False
                 limited.warning("tokens", error.message)
-            except Exception as error:  # noqa: BLE001 - logged; no reason to end the requests that the gateway serves
+            except Exception as error:  # noqa: BLE001 - logged; it must not end the requests that the gateway serves
                 limited.warning("tokens", f"recording tokens failed: {type(error).__name__}: {error}", error)
             await asyncio.sleep(PERIOD_SECONDS)
 
     async def exchange(self) -> None:
-        """Once for each tenant with a limit, whether or not it has sent requests here: it may have spent its day elsewhere.
+        """Exchange counts once for each tenant with a limit, even without requests here: it may have used its tokens elsewhere.
 
         Raises:
             PeerLostError: the records cannot be reached.
         """
-        limited = [known for known in self._tenants() if known.tenant.limits.tokens_per_day is not None]
-        if not limited:
+        tenants = [known for known in self._tenants() if known.tenant.limits.tokens_per_day is not None]
+        if not tenants:
             return
         if not self._there:
             await self._records.ensure()
             self._there = True
-        for known in limited:
+        for known in tenants:
             await self._exchange(known)
 
     async def _exchange(self, known: KnownTenant) -> None:
-        """A server that has lost its records gets back what this gateway knows of them."""
+        """Exchange the counts of a tenant. A server that has lost its records gets back the counts known here."""
         tokens = known.usage.tokens
-        day, read = tokens.day(), await self._records.read(tokens.day(), known.name)
-        added, base = tokens.unrecorded(), max(read.total, tokens.recorded())
-        if base + added == read.total:
-            tokens.record(day, read.total, 0)
-        elif await self._records.write(day, known.name, base + added, read):
+        day, record = tokens.day(), await self._records.read(tokens.day(), known.name)
+        added, base = tokens.unrecorded(), max(record.total, tokens.recorded())
+        if base + added == record.total:
+            tokens.record(day, record.total, 0)
+        elif await self._records.write(day, known.name, base + added, record):
             tokens.record(day, base + added, added)

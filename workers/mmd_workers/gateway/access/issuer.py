@@ -1,7 +1,7 @@
-"""The signing keys of an OpenID Connect issuer: found by its discovery document, fetched within bounds, remembered.
+"""The signing keys of an OpenID Connect issuer: found by its discovery document, fetched within bounds, and remembered.
 
-PyJWT's own client of key sets has no bound on size or total time, and fetches at every unknown key id, so fetching is done here and
-reading keys is left to PyJWT. Independent of tokens.
+PyJWT's own key set client has no bound on size or total time, and fetches at every unknown key id. So keys are fetched here, and only
+parsed by PyJWT. Independent of tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MIN_RSA_BITS = 2048
 FETCH_SECONDS = 10.0  # for both documents
 REFRESH_SECONDS = 300.0
 RETRY_SECONDS = 10.0
-"""Between attempts to fetch, whatever asks for them: failures, or tokens that name keys which are not known."""
-MAX_AGE_SECONDS = 3600.0  # of keys that cannot be fetched again
-MAX_WAITING = 64  # requests that wait for the same attempt
+"""Minimum interval between fetches, whatever causes them: failures, or tokens that name unknown keys."""
+MAX_AGE_SECONDS = 3600.0  # for keys that cannot be fetched again
+MAX_WAITING = 64  # requests waiting for the same attempt
 
 _RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
 _EC = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
@@ -46,14 +46,14 @@ class _FetchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A public key, and the algorithms that signatures with it may have: asymmetric ones alone."""
+    """A public key, and the algorithms that signatures with it may use, all of them asymmetric."""
 
     key: RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey
     algorithms: tuple[str, ...]
 
 
 class IssuerKeys:
-    """The keys of one issuer, by key id; that of a key without one is empty."""
+    """The keys of one issuer, by key id; a key without an id has the empty one."""
 
     def __init__(self, issuer: str, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._issuer, self._metrics, self._clock = issuer, metrics, clock
@@ -83,22 +83,22 @@ class IssuerKeys:
                     await asyncio.gather(self._attempt, return_exceptions=True)
 
     async def find(self, kid: str) -> SigningKey:
-        """The key of this id; empty: the only one.
+        """The key with this id; for an empty id, the only key.
 
-        A key that is not known may be new: the keys are fetched again for it, but no sooner than `RETRY_SECONDS` after the last attempt.
-        Only what the issuer has been asked since the token came is final: strangers choose when the other attempts are made.
+        An unknown key may be new, so the keys are fetched again for it, but at the earliest `RETRY_SECONDS` after the last attempt. A refusal is
+        final only if the issuer was asked after the token came, because strangers decide when other attempts are made.
 
         Raises:
-            InvalidTokenError: the issuer has no such key, or several, and the token does not name one.
-            IssuerUnavailableError: its keys could not be fetched, not for `MAX_AGE_SECONDS`, or may not be fetched again yet.
+            InvalidTokenError: the issuer has no such key, or it has several and the token does not name one.
+            IssuerUnavailableError: its keys could not be fetched, or not for `MAX_AGE_SECONDS`, or may not be fetched again yet.
         """
-        came = self._clock()
-        found = self._known(kid)
-        if found is None and self._may_attempt():
+        arrived_at = self._clock()
+        key = self._known(kid)
+        if key is None and self._may_attempt():
             await self._wait_for_attempt()
-            found = self._known(kid)
-        if found is not None:
-            return found
+            key = self._known(kid)
+        if key is not None:
+            return key
         if self.fault or not self._are_fresh():
             raise IssuerUnavailableError(
                 "this gateway cannot check tokens, because it could not fetch the signing keys of their issuer; retry, or use an API key",
@@ -108,10 +108,10 @@ class IssuerKeys:
             raise InvalidTokenError(
                 "the token has no key id, and its issuer publishes several keys; get one with `kid` in its header"
             )
-        if self._attempted < came:
+        if self._attempted < arrived_at:
             raise IssuerUnavailableError(
                 "the token is signed with a key that its issuer did not publish when this gateway last fetched its keys; retry, or get a new one",
-                retry_after_seconds=max(1.0, self._attempted + RETRY_SECONDS - came),
+                retry_after_seconds=max(1.0, self._attempted + RETRY_SECONDS - arrived_at),
             )
         raise InvalidTokenError(
             "the token is signed with a key that its issuer does not publish; get a new one"
@@ -140,7 +140,7 @@ class IssuerKeys:
             self._waiting -= 1
 
     async def _refreshed(self) -> None:
-        """Wait for the attempt in progress, or a new one; whoever waits may be cancelled, and the attempt goes on."""
+        """Wait for the attempt in progress, or for a new one. If a caller is cancelled, the attempt continues."""
         if self._attempt is None:
             self._attempt = asyncio.create_task(self._refresh(), name="issuer-keys")
         await asyncio.shield(self._attempt)
@@ -154,7 +154,7 @@ class IssuerKeys:
             self._failed(f"no answer within {FETCH_SECONDS:g} s")
         except (_FetchError, httpx.HTTPError) as error:
             self._failed(str(error) or type(error).__name__)
-        except Exception as error:  # noqa: BLE001 - whatever an issuer answers must not end the gateway
+        except Exception as error:  # noqa: BLE001 - no response of an issuer may end the gateway
             self._failed(f"its answer cannot be read ({type(error).__name__})")
         else:
             self._take(keys)
@@ -162,7 +162,7 @@ class IssuerKeys:
             self._attempt = None
 
     def _take(self, keys: Mapping[str, SigningKey]) -> None:
-        """Use what the issuer has published. Where that is no key, none is valid any more, and that is a fault nevertheless."""
+        """Use the published keys. An empty set makes all keys invalid, and is a fault as well."""
         if keys.keys() != self._keys.keys():
             _log.info("%d signing keys of issuer %s", len(keys), self._issuer)
         self._keys, self._fetched = keys, self._clock()
@@ -185,16 +185,16 @@ class IssuerKeys:
         self._metrics.issuer_unreachable.set(1)
 
     async def _fetch(self) -> dict[str, SigningKey]:
-        about = await self._document(self._issuer.rstrip("/") + DISCOVERY)
-        if about.get("issuer") != self._issuer:
+        discovery = await self._document(self._issuer.rstrip("/") + DISCOVERY)
+        if discovery.get("issuer") != self._issuer:
             raise _FetchError("its discovery document names another issuer")
-        address = about.get("jwks_uri")
+        address = discovery.get("jwks_uri")
         if not isinstance(address, str) or not address.startswith("https://"):
             raise _FetchError("its discovery document has no https address in jwks_uri")
-        listed = (await self._document(address)).get("keys")
-        if not isinstance(listed, list) or len(listed) > MAX_KEYS:
+        entries = (await self._document(address)).get("keys")
+        if not isinstance(entries, list) or len(entries) > MAX_KEYS:
             raise _FetchError(f"its key set has no list of at most {MAX_KEYS} keys")
-        return {kid: key for entry in listed if (found := _signing_key(entry)) for kid, key in [found]}
+        return {kid: key for entry in entries if (pair := _signing_key(entry)) for kid, key in [pair]}
 
     async def _document(self, url: str) -> dict[str, Any]:
         async with self._client.stream("GET", url) as answer:
@@ -212,7 +212,7 @@ class IssuerKeys:
 
 
 def _signing_key(entry: object) -> tuple[str, SigningKey] | None:
-    """(key id, key) of an entry of a key set; None for one that is not for signatures, or of a kind that is not used here."""
+    """The key id and key of a key set's entry; None if the key is not for signatures or not supported."""
     if not isinstance(entry, dict) or entry.get("use", "sig") != "sig":
         return None
     try:
@@ -220,8 +220,8 @@ def _signing_key(entry: object) -> tuple[str, SigningKey] | None:
     except (jwt.PyJWTError, ValueError, TypeError, KeyError):
         return None
     algorithms = _algorithms(key)
-    if stated := entry.get("alg"):
-        algorithms = tuple(name for name in algorithms if name == stated)
+    if declared := entry.get("alg"):
+        algorithms = tuple(name for name in algorithms if name == declared)
     kid = entry.get("kid", "")
     return (kid, SigningKey(key, algorithms)) if algorithms and isinstance(kid, str) else None
 

@@ -1,4 +1,4 @@
-"""Who may use the gateway: API keys of requests, looked up by their hashes, and the tenants that they stand for.
+"""Who may use the gateway: API keys of requests, looked up by their hashes, and the tenants they belong to.
 
 Neither a key nor a hash leaves this module: not in an error, a log line, a metric or a repr.
 """
@@ -23,7 +23,7 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.process.live import LiveSecret
 
 REMOVED = "(removed)"
-"""Label of requests that end after their tenant was removed, so that the file bounds the number of labels."""
+"""Label of requests that end after their tenant was removed. It bounds the number of labels by the tenants in the file."""
 _HOW = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _warn = RepeatedWarning(_log)
 
 @dataclass(slots=True, eq=False)
 class KnownTenant:
-    """A tenant at this gateway: as the file has it now, and what it uses. Outlives changes of the file."""
+    """A tenant at this gateway: its present entry in the file, and its usage. It outlives changes of the file."""
 
     tenant: Tenant = field(repr=False)
     usage: TenantUsage = field(default_factory=TenantUsage)
@@ -43,63 +43,63 @@ class KnownTenant:
         return self.tenant.name
 
     def may_use(self, model: str) -> bool:
-        """Whether the tenant may use a served model."""
+        """True if the tenant may use a served model."""
         return self.tenant.models is None or model in self.tenant.models
 
 
 class Access:
-    """The tenants and keys in force. `gateways()`: how many gateways share a tenant's requests, this one included."""
+    """The tenants and keys in force. `gateways()`: number of gateways that share a tenant's requests, including this one."""
 
     def __init__(self, metrics: Metrics, gateways: Callable[[], int] = lambda: 1) -> None:
         self._metrics, self._gateways = metrics, gateways
         self._known: dict[str, KnownTenant] = {}
-        self._removed: dict[str, KnownTenant] = {}  # those whose requests still count, should they come back
+        self._removed: dict[str, KnownTenant] = {}  # tenants whose requests still count if they come back
         self._by_digest: Mapping[bytes, tuple[KnownTenant, datetime | None]] | None = None
         self.fault = "not read yet"
         metrics.keys_rejected.set(0)
 
     @property
     def unavailable(self) -> str:
-        """Why no key can be checked; empty once a valid file has been read."""
+        """The reason no key can be checked; empty once a valid file has been read."""
         return f"no valid API keys: {self.fault}" if self._by_digest is None else ""
 
     def take(self, tenants: Iterable[Tenant]) -> None:
-        """Put tenants and their keys in force, all at once; requests in flight go on.
+        """Put tenants and their keys in force, all at once. Requests in flight continue.
 
-        A tenant that is removed and comes back finds its requests of the last minute, and those in flight, still counted.
+        If a removed tenant comes back, its requests of the last minute and those in flight are still counted.
         """
         remembered = self._removed | self._known
-        known_now, by_digest = {}, dict[bytes, tuple[KnownTenant, datetime | None]]()
+        current, by_digest = {}, dict[bytes, tuple[KnownTenant, datetime | None]]()
         for tenant in tenants:
-            known = known_now[tenant.name] = remembered.get(tenant.name) or KnownTenant(tenant)
+            known = current[tenant.name] = remembered.get(tenant.name) or KnownTenant(tenant)
             known.tenant = tenant
             by_digest |= {digest_of(key): (known, key.expires) for key in tenant.keys}
-        for gone in self._known.keys() - known_now.keys():
+        for removed in self._known.keys() - current.keys():
             for counter in (self._metrics.tenant_requests, self._metrics.tenant_work):
-                counter.remove_by_labels({"tenant": gone})
+                counter.remove_by_labels({"tenant": removed})
         now = time.monotonic()
         self._removed = {
             name: known
             for name, known in remembered.items()
-            if name not in known_now and known.usage.counts(now)
+            if name not in current and known.usage.counts(now)
         }
-        self._known, self._by_digest, self.fault = known_now, by_digest, ""
+        self._known, self._by_digest, self.fault = current, by_digest, ""
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> KnownTenant:
-        """The tenant whose key a request has. `headers`: raw names and values.
+        """The tenant that a request's key belongs to. `headers`: raw names and values.
 
         Raises:
-            InvalidApiKeyError: no key, several, or one that is not valid.
-            KeysUnavailableError: no file of keys could be read since the start.
+            InvalidApiKeyError: there is no key, or several, or an invalid one.
+            KeysUnavailableError: no file of keys has been readable since the start.
         """
         return self.holder(self.credential(headers))
 
     def credential(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """What a request has to show who sends it, which nobody has looked at yet. `headers`: raw names and values.
+        """The unchecked credential of a request. `headers`: raw names and values.
 
         Raises:
-            InvalidApiKeyError: there is nothing, or several things that differ.
-            KeysUnavailableError: no file of keys could be read since the start.
+            InvalidApiKeyError: there is no credential, or several that differ.
+            KeysUnavailableError: no file of keys has been readable since the start.
         """
         if self._by_digest is None:
             raise KeysUnavailableError(
@@ -114,32 +114,32 @@ class Access:
         return key
 
     def holder(self, key: bytes) -> KnownTenant:
-        """The tenant that a key stands for.
+        """The tenant that a key belongs to.
 
-        A key is hashed before it is compared with anything: how long that takes depends on its length alone, and the time of the look-up
-        on a hash, which nobody can choose.
+        A key is hashed before any comparison. So the time of hashing depends only on the key's length, and the time of the look-up on a hash,
+        which nobody can choose.
 
         Raises:
-            InvalidApiKeyError: it is not valid.
+            InvalidApiKeyError: the key is not valid.
         """
-        found = (self._by_digest or {}).get(digest(key))
-        if found is None:
+        entry = (self._by_digest or {}).get(digest(key))
+        if entry is None:
             raise self._refused(
                 "unknown", "the API key is not valid; check that it is complete, or use another"
             )
-        known, expires = found
+        known, expires = entry
         if expires is not None and datetime.now(UTC) >= expires:
             raise self._refused("expired", f"the API key has expired ({expires.isoformat()}); use a new one")
         return known
 
     def named(self, name: str, default: str | None) -> KnownTenant:
-        """The tenant that a valid token names, else that of `spec.gateway.auth.oidc.defaultTenant`.
+        """The tenant that a valid token names, or else that of `spec.gateway.auth.oidc.defaultTenant`.
 
         Raises:
-            UnknownTenantError: there is none.
+            UnknownTenantError: there is no such tenant.
         """
-        for one in (name, default):
-            if one and (known := self._known.get(one)):
+        for candidate in (name, default):
+            if candidate and (known := self._known.get(candidate)):
                 return known
         self._metrics.refused_keys.labels("tenant").inc()
         if default:
@@ -156,7 +156,7 @@ class Access:
         )
 
     def lacks(self, name: str) -> bool:
-        """Whether a file of keys is in force that has no tenant of this name."""
+        """True if a file of keys is in force without a tenant of this name."""
         return self._by_digest is not None and name not in self._known
 
     def refused_token(self) -> None:
@@ -168,10 +168,10 @@ class Access:
         return InvalidApiKeyError(message)
 
     def check_limits(self, known: KnownTenant) -> None:
-        """Check whether a tenant may have one more request, as `admitted` does, without counting it.
+        """Check whether a tenant may have one more request, like `admitted`, but without counting it.
 
         Raises:
-            RateLimitError: it may not.
+            RateLimitError: the tenant may not.
         """
         known.usage.check(known.name, known.tenant.limits, self._gateways(), time.monotonic())
 
@@ -180,29 +180,29 @@ class Access:
         """Count a request of a tenant in and out.
 
         Raises:
-            RateLimitError: the tenant has as many as it may.
+            RateLimitError: the tenant has reached a limit.
         """
-        began = time.monotonic()
-        known.usage.begin(known.name, known.tenant.limits, self._gateways(), began)
+        started_at = time.monotonic()
+        known.usage.begin(known.name, known.tenant.limits, self._gateways(), started_at)
         try:
             yield
         finally:
-            known.usage.end(time.monotonic() - began)
+            known.usage.end(time.monotonic() - started_at)
 
     def tenants(self) -> list[KnownTenant]:
-        """Those in force."""
+        """The tenants in force."""
         return list(self._known.values())
 
     def gateways(self) -> int:
-        """How many share a tenant's requests, this one included."""
+        """Number of gateways that share a tenant's requests, including this one."""
         return self._gateways()
 
     def label_of(self, known: KnownTenant) -> str:
-        """A tenant in metrics."""
+        """A tenant's label in metrics."""
         return known.name if self._known.get(known.name) is known else REMOVED
 
     def count(self, known: KnownTenant, status: int) -> None:
-        """A request of a tenant has ended."""
+        """Count a request of a tenant that has ended."""
         self._metrics.tenant_requests.labels(self.label_of(known), str(status)).inc()
 
     def sample(self) -> None:
@@ -212,12 +212,12 @@ class Access:
             self._metrics.tenant_running.labels(name).set(known.usage.running)
 
     def summary(self) -> dict[str, Any]:
-        """What `/debug/state` shows."""
+        """The section of `/debug/state` about keys."""
         return {"enabled": True, "tenants": len(self._known), "fault": self.fault}
 
 
 class LiveKeys(LiveSecret):
-    """Follows the file of keys. Where it is missing or invalid, the last valid one stays in force; without one nobody is let in."""
+    """Follows the file of keys. If it is missing or invalid, the last valid one stays in force; without one nobody is let in."""
 
     def __init__(self, file: Path, access: Access, metrics: Metrics) -> None:
         super().__init__(file, MAX_FILE_BYTES)
@@ -228,7 +228,7 @@ class LiveKeys(LiveSecret):
             tenants = await asyncio.to_thread(parse_tenants, text)
         except InvalidKeysError:
             raise
-        except Exception as error:  # noqa: BLE001 - a file must not end the gateway, and the error may quote it
+        except Exception as error:  # noqa: BLE001 - no file may end the gateway, and the error may quote it
             raise InvalidKeysError(f"cannot be read ({type(error).__name__}); check it") from None
         self._access.take(tenants)
         keys = sum(len(tenant.keys) for tenant in tenants)
@@ -236,11 +236,13 @@ class LiveKeys(LiveSecret):
 
     def _rejected(self, reason: str) -> None:
         if reason != self._access.fault:
-            stays = "nobody is let in" if self._access.unavailable else "the last valid keys stay in force"
+            consequence = (
+                "nobody is let in" if self._access.unavailable else "the last valid keys stay in force"
+            )
             _log.error(
                 "cannot use the file of API keys %s, %s: %s; fix the Secret that spec.gateway.auth.keysSecret names",
                 self._file,
-                stays,
+                consequence,
                 reason,
             )
         self._access.fault = reason
@@ -251,26 +253,26 @@ class LiveKeys(LiveSecret):
 
 
 class _MalformedError(Exception):
-    """Of the headers that hold a key."""
+    """The headers that hold a key are malformed."""
 
 
 def _presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key of a request; None: it has none. Keys are bytes and never decoded.
+    """The key of a request; None if it has none. Keys are bytes and never decoded.
 
     Raises:
-        _MalformedError: two different keys, of which a proxy may have checked one, or another scheme.
+        _MalformedError: the scheme is unknown, or there are two different keys, of which a proxy may have checked one.
     """
-    found: set[bytes] = set()
+    keys: set[bytes] = set()
     for name, value in headers:
         match name.lower():
             case b"x-api-key":
-                found.add(value.strip())
+                keys.add(value.strip())
             case b"authorization":
                 scheme, _, rest = value.strip().partition(b" ")
                 if scheme.lower() != b"bearer":
                     raise _MalformedError(f"the Authorization header has another scheme than Bearer; {_HOW}")
-                found.add(rest.strip())
-    found.discard(b"")
-    if len(found) > 1:
+                keys.add(rest.strip())
+    keys.discard(b"")
+    if len(keys) > 1:
         raise _MalformedError("the headers have several API keys; send one")
-    return found.pop() if found else None
+    return keys.pop() if keys else None

@@ -1,5 +1,6 @@
-"""How much a tenant may have: requests in flight and in a minute, work in a minute, tokens in a day; and when it may have more. Time is an
-argument; independent of HTTP.
+"""Limits of a tenant's use, and when it may use more: requests in flight and per minute, work per minute, tokens per day.
+
+Time is an argument. Independent of HTTP.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ WINDOW_SECONDS = 60
 DAY_SECONDS = 86_400
 MAX_RETRY_SECONDS = 60.0
 DEFAULT_OUTPUT_TOKENS = 128
-"""Expected of an answer, until the tenant's have been seen."""
+"""Expected tokens of an answer, until some of the tenant's answers have been seen."""
 MAX_OWED_MINUTES = 60
-"""For which a tenant is refused because its answers took more work than was estimated."""
+"""Longest time for which a tenant is refused because its answers took more work than estimated."""
 _NEWEST = 0.2  # weight of the newest request in means
 
 
 class AmountOfAMinute:
-    """Counts by whole seconds; nothing is forgotten before it is a minute old, or later than a second after that."""
+    """Counts by whole seconds. An amount is kept for at least one minute, and at most one second longer."""
 
     def __init__(self) -> None:
         self._counts: deque[list[int]] = deque()  # [second, amount], the oldest first
         self._total = 0
 
     def add(self, now: float, amount: int = 1) -> None:
-        """So much has come. `now`: monotonic seconds."""
+        """Count an amount. `now`: monotonic seconds."""
         second = math.floor(now)
         if not self._counts or self._counts[-1][0] != second:
             self._counts.append([second, 0])
@@ -39,19 +40,19 @@ class AmountOfAMinute:
         self._total += amount
 
     def count(self, now: float) -> int:
-        """What came in the last minute."""
+        """The amount of the last minute."""
         while self._counts and now >= _forgotten_at(self._counts[0][0]):
             self._total -= self._counts.popleft()[1]
         return self._total
 
     def seconds_until_below(self, limit: int, now: float) -> float:
-        """Seconds until fewer than `limit` are left if no more come; 0 if that is so now."""
-        left = self.count(now)
-        if left < limit:
+        """Seconds until fewer than `limit` remain if no more are added; 0 if that is so now."""
+        remaining = self.count(now)
+        if remaining < limit:
             return 0.0
         for second, amount in self._counts:
-            left -= amount
-            if left < limit:
+            remaining -= amount
+            if remaining < limit:
                 return _forgotten_at(second) - now
         return 0.0
 
@@ -61,7 +62,7 @@ def _forgotten_at(second: int) -> int:
 
 
 class TokensOfADay:
-    """Prompt and output tokens of a tenant since midnight UTC: as all gateways have recorded them, and those of this gateway since then."""
+    """Prompt and output tokens of a tenant since midnight UTC: the record of all gateways, and newer tokens of this one."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -70,44 +71,44 @@ class TokensOfADay:
         self._credit = 0
 
     def day(self) -> int:
-        """Days since 1970."""
+        """Number of the day since 1970."""
         return int(self._clock() // DAY_SECONDS)
 
     def add(self, tokens: int) -> None:
         """Count tokens."""
         self._turn()
-        free = min(self._credit, tokens)
-        self._credit -= free
-        self._unrecorded += tokens - free
+        credited = min(self._credit, tokens)
+        self._credit -= credited
+        self._unrecorded += tokens - credited
 
     def give_back(self, tokens: int) -> None:
-        """So many that were counted have not been used: the next ones of the day are not counted instead, since what is recorded never falls."""
+        """Give back counted tokens that were not used. The next tokens of the day are free instead, because records never fall."""
         self._turn()
         self._credit += tokens
 
     def total(self) -> int:
-        """As far as this gateway knows."""
+        """Tokens of the day, as far as this gateway knows."""
         self._turn()
         return self._recorded + self._unrecorded
 
     def unrecorded(self) -> int:
-        """Those of this gateway that no record has."""
+        """Tokens counted here that are not in the record yet."""
         self._turn()
         return self._unrecorded
 
     def record(self, day: int, total: int, added: int) -> None:
-        """The record of a day has been read or written: its `total`, in which are `added` tokens that were unrecorded here."""
+        """Note that a day's record was read or written. `total` includes `added` tokens that were unrecorded here."""
         self._turn()
         if day == self._day:
             self._recorded, self._unrecorded = total, self._unrecorded - added
 
     def recorded(self) -> int:
-        """The newest total that was read or written."""
+        """The latest total that was read or written."""
         self._turn()
         return self._recorded
 
     def seconds_left(self) -> float:
-        """Until the next day."""
+        """Seconds until the next day."""
         return DAY_SECONDS - self._clock() % DAY_SECONDS
 
     def _turn(self) -> None:
@@ -117,16 +118,16 @@ class TokensOfADay:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What a tenant uses at this gateway. Limits may change at any time; requests in flight stay."""
+    """A tenant's use of this gateway. Limits may change at any time; requests in flight are kept."""
 
     running: int = 0
     tokens: TokensOfADay = field(default_factory=TokensOfADay)
-    expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS  # of an answer that nothing cuts short
+    expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS  # tokens of an answer that is not cut short
     _minute: AmountOfAMinute = field(default_factory=AmountOfAMinute)
     _work: AmountOfAMinute = field(default_factory=AmountOfAMinute)  # in milliseconds
-    _owed_seconds: float = 0.0  # of work beyond what was estimated; a minute pays for a limit's worth of it
+    _owed_seconds: float = 0.0  # work beyond its estimate; each minute pays for as much as the limit
     _owed_at: float = 0.0
-    _mean_seconds: float = 0.0  # of a request; 0: none has ended
+    _mean_seconds: float = 0.0  # mean duration of a request; 0: none has ended
 
     def begin(self, tenant: str, limits: TenantLimits, gateways: int, now: float) -> None:
         """Count a request in.
@@ -139,13 +140,13 @@ class TenantUsage:
         self._minute.add(now)
 
     def check(self, tenant: str, limits: TenantLimits, gateways: int, now: float) -> None:
-        """Check whether one more request may come. `gateways`: how many share the tenant's requests, each of which allows its part of the limits.
+        """Check whether one more request may come. `gateways`: number of gateways; each allows its part of the tenant's limits.
 
         Raises:
             RateLimitError: a limit is reached; it names the limit, and when one more may come.
         """
-        most = _share(limits.concurrent_requests, gateways)
-        if most is not None and self.running >= most:
+        max_running = _share(limits.concurrent_requests, gateways)
+        if max_running is not None and self.running >= max_running:
             seconds = min(MAX_RETRY_SECONDS, max(1.0, self._mean_seconds / self.running))
             raise _reached(
                 tenant,
@@ -171,23 +172,23 @@ class TenantUsage:
                 f"has had {self.tokens.total()} tokens today",
                 "tokensPerDay",
                 limits.tokens_per_day,
-                1,  # they count for all gateways together
+                1,  # the limit is for all gateways together
                 self.tokens.seconds_left(),
             )
 
     def check_work(
         self, tenant: str, limits: TenantLimits, gateways: int, waiting_seconds: float, now: float
     ) -> None:
-        """Check whether the tenant may have more work. `waiting_seconds`: of its work that has not started.
+        """Check whether the tenant may have more work. `waiting_seconds`: its work that has not started.
 
         Raises:
             RateLimitError: the limit is reached.
         """
-        if (most := self._pay(limits, gateways, now)) is None:
+        if (max_seconds := self._pay(limits, gateways, now)) is None:
             return
-        limit, waiting, owed = 1000 * most, round(1000 * waiting_seconds), self._owed_seconds
+        limit, waiting, owed = 1000 * max_seconds, round(1000 * waiting_seconds), self._owed_seconds
         if self._work.count(now) + waiting + 1000 * owed >= limit:
-            until_paid = WINDOW_SECONDS * owed / most
+            until_paid = WINDOW_SECONDS * owed / max_seconds
             seconds = max(1.0, until_paid, self._work.seconds_until_below(max(1, limit - waiting), now))
             beyond = f", and {owed:.1f} s before that were not estimated" if owed else ""
             raise _reached(
@@ -204,33 +205,32 @@ class TenantUsage:
         self._work.add(now, max(1, round(1000 * seconds)))
 
     def correct_work(self, limits: TenantLimits, gateways: int, seconds: float, now: float) -> None:
-        """What has ended was so much more work than `begin_work` counted, or less. What is more counts until minutes have paid for it,
-        however many that takes.
+        """Correct the work of a request that has ended by its difference to the estimate given to `begin_work`.
+
+        Additional work counts until enough minutes have paid for it.
         """
-        most = self._pay(limits, gateways, now)
-        if most is not None:
-            self._owed_seconds = min(MAX_OWED_MINUTES * most, max(0.0, self._owed_seconds + seconds))
+        max_seconds = self._pay(limits, gateways, now)
+        if max_seconds is not None:
+            self._owed_seconds = min(MAX_OWED_MINUTES * max_seconds, max(0.0, self._owed_seconds + seconds))
 
     def _pay(self, limits: TenantLimits, gateways: int, now: float) -> int | None:
-        """Take off what has been paid; the tenant's limit at this gateway."""
-        most = _share(limits.work_seconds_per_minute, gateways)
-        paid = math.inf if most is None else most * (now - self._owed_at) / WINDOW_SECONDS
+        """Deduct the work that has been paid for, and return the tenant's limit at this gateway."""
+        max_seconds = _share(limits.work_seconds_per_minute, gateways)
+        paid = math.inf if max_seconds is None else max_seconds * (now - self._owed_at) / WINDOW_SECONDS
         self._owed_seconds, self._owed_at = max(0.0, self._owed_seconds - paid), now
-        return most
+        return max_seconds
 
     def note_answer(self, tokens: int, *, complete: bool) -> None:
-        """Learn how long the tenant's answers are. Not `complete`: cut short, by its limit or its client, so that it might have been any
-        longer.
-        """
+        """Learn the length of the tenant's answers. Without `complete`, its limit or client cut the answer short, so it might have been longer."""
         if complete or tokens > self.expected_output_tokens:
             self.expected_output_tokens += (tokens - self.expected_output_tokens) * _NEWEST
 
     def counts(self, now: float) -> bool:
-        """Whether a request is in flight, or was begun in the last minute."""
+        """True if a request is in flight, or was begun in the last minute."""
         return self.running > 0 or self._minute.count(now) > 0
 
     def end(self, seconds: float) -> None:
-        """Count a request out, which took so long."""
+        """Count a request out. `seconds`: its duration."""
         self.running -= 1
         self._mean_seconds += (seconds - self._mean_seconds) * (_NEWEST if self._mean_seconds else 1.0)
 

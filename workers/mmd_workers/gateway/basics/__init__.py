@@ -1,1 +1,1 @@
-"""What all rooms of the gateway use: errors of its APIs, strict models, bodies under limits, memory that requests hold."""
+"""Basics for all rooms of the gateway: errors of its APIs, strict models, bodies under limits, memory held by requests."""

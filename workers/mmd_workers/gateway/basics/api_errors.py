@@ -1,4 +1,4 @@
-"""Faults in the shape that OpenAI's clients know, and typed errors in that shape. Independent of requests."""
+"""Faults in the form that OpenAI's clients know, and typed errors in that form. Independent of requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mmd_api.contract.errors import MmdError, OverloadedError, error_of
 log = logging.getLogger(__name__)
 
 INTERNAL = "internal error; check the gateway's log"
-RETRY_AFTER_SECONDS = 2.0  # if there is no estimate
+RETRY_AFTER_SECONDS = 2.0  # without an estimate
 
 
 class ApiError(Exception):
-    """An error of the table as the answer to a client, in OpenAI's shape: HTTP status, type, the field at fault and a stable code.
+    """An error from the table as a response to a client, in OpenAI's form: HTTP status, type, field at fault and a stable code.
 
-    `retry_after_seconds` is in the body as well as in the header, because a stream that has begun has no header left.
+    `retry_after_seconds` is in the body as well as in the header, because a stream that has begun can send no more headers.
     """
 
     def __init__(self, error: MmdError, *, param: str | None = None) -> None:
@@ -34,7 +34,7 @@ class ApiError(Exception):
         self.retry_after_seconds = (estimated or RETRY_AFTER_SECONDS) if status in (429, 503) else None
 
     def rename(self, param: str) -> None:
-        """Name the field at fault as the client spells it."""
+        """Rename the field at fault to the client's name for it."""
         if self.param:
             self.message = self.message.replace(self.param, param, 1)
             self.args = (self.message,)
@@ -42,18 +42,18 @@ class ApiError(Exception):
 
     @property
     def recorded(self) -> str:
-        """What a timeline keeps beside the code: of a fault of the request only the field, because the message may quote the request."""
+        """The text that a timeline keeps beside the code. For a fault of the request only the field, because the message may quote the request."""
         is_ours = self.status >= 500 or self.status == 429
         return self.message if is_ours else self.param or ""
 
     @property
     def retry_after(self) -> int | None:
-        """Whole seconds after which the client should come back; None: coming back does not help."""
+        """Whole seconds after which the client should retry; None if retrying does not help."""
         return None if self.retry_after_seconds is None else max(1, math.ceil(self.retry_after_seconds))
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of a response with it."""
+        """Headers of a response with this error."""
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
     def body(self) -> dict[str, Any]:
@@ -73,24 +73,24 @@ class ApiError(Exception):
 
 
 class ErrorShape:
-    """How clients of a path get errors: as OpenAI's do. Other surfaces override what differs."""
+    """The form of errors for clients of a path: that of OpenAI. Other APIs override their differences."""
 
     def status(self, error: ApiError) -> int:
         """The HTTP status."""
         return error.status
 
     def body(self, error: ApiError, request_id: str) -> dict[str, Any]:
-        """The JSON body. `request_id`: empty where no request has begun."""
+        """The JSON body. `request_id`: empty if no request has begun."""
         del request_id
         return error.body()
 
     def events(self, error: ApiError, request_id: str, _number: int) -> Iterable[str]:
-        """The last events of a stream that has begun. `number`: of the first of them, where events are numbered."""
+        """The last events of a stream that has begun. `number`: of the first of these events, if events are numbered."""
         return (f"data: {json.dumps(self.body(error, request_id))}\n\n", "data: [DONE]\n\n")
 
 
 def refused(error: MmdError, param: str) -> ApiError:
-    """An error of the table that blames the input (400) names the part as well."""
+    """Convert an error, and if it blames the input (400), name the part as well."""
     answer = api_error(error)
     if answer.status != 400:
         return answer
@@ -99,8 +99,8 @@ def refused(error: MmdError, param: str) -> ApiError:
 
 
 def api_error(error: MmdError) -> ApiError:
-    """Any typed error in the shape clients know; retryable ones include when to retry."""
-    if error.status is None or error.code == MmdError.code:  # its message is for those who run the pods
+    """Convert a typed error to the form that clients know; retryable errors say when to retry."""
+    if error.status is None or error.code == MmdError.code:  # the message is for operators of the pods
         log.error("responded with an internal error: %s: %s", type(error).__name__, error.message)
         return ApiError(MmdError(INTERNAL))
     return ApiError(error)

@@ -1,5 +1,4 @@
-"""Reads a JSON body under limits: size, depth, number of elements and time are checked while it arrives, before anything is parsed.
-Independent of fields."""
+"""Reads a JSON body under limits of size, depth, elements and time, which are checked before anything is parsed. Independent of fields."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MAX_DEPTH = 32
 MAX_MARKS = 65_536
-"""Quotes that open a string, brackets that open, commas and colons: at least one for each value and key of the body."""
-MAX_DIGITS = 400  # of a number: reading a long integer takes the square of its length
-MARK_BYTES = 112  # of a parsed and validated value, its text aside
+"""Opening quotes and brackets, commas and colons: at least one for each value and key of the body."""
+MAX_DIGITS = 400  # digits of a number; the time to read a long integer grows with the square of its length
+MARK_BYTES = 112  # memory of a parsed and validated value, without its text
 MAX_WIDE_STRING_BYTES = 16 << 20
-MAX_ESCAPES = 4 << 20  # the parser takes some 50 ms for so many, and nothing else runs meanwhile
+MAX_ESCAPES = 4 << 20  # parsing these takes some 50 ms, during which nothing else runs
 STALL_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 128 << 10
-SCAN_BYTES = 4096  # at a time
-SCAN_MARKS = 1024  # after so many, a few milliseconds, other requests have their turn
-JOIN_IN_THREAD_BYTES = 1 << 20  # joining bytes lets other threads run; parsing them does not
+SCAN_BYTES = 4096  # bytes per scan
+SCAN_MARKS = 1024  # marks, some milliseconds, after which other requests get a turn
+JOIN_IN_THREAD_BYTES = 1 << 20  # joining bytes lets other threads run, parsing them does not
 _OUTSIDE = re.compile(rb'["\[\]{},:]')
 LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
@@ -55,12 +54,13 @@ class LongNumberError(Exception):
 class JsonScanner:
     """Measures JSON text chunk by chunk without building a value: depth, `marks`, `wide_bytes` and `escapes`.
 
-    Costs one step of Python for each mark; everything else (long strings, whitespace, escapes) goes at the speed of a search.
-    What it counts holds for every prefix that is valid JSON, which is all that a parser gets to see.
+    Each mark costs one step of Python. Everything else (long strings, white space, escapes) is skipped at the speed of a search. The counts are
+    right for every prefix that is valid JSON, and a parser reads no more than that.
 
-    `marks`: quotes that open a string, `[`, `{`, `,` and `:`, an upper bound of the keys and values. `wide_bytes`: length of the
-    strings with a character beyond ASCII, which take up to four bytes a character once they are decoded. `escapes`: backslashes.
-    `longest_escaped`: length of the longest string with one, which the parser copies before it makes the value.
+    `marks`: opening quotes, `[`, `{`, `,` and `:`, an upper bound of the keys and values.
+    `wide_bytes`: length of the strings with a character beyond ASCII, which take up to four bytes per character once decoded.
+    `escapes`: number of backslashes.
+    `longest_escaped`: length of the longest string with an escape, which the parser copies before it makes the value.
     """
 
     def __init__(self, max_depth: int = MAX_DEPTH, max_marks: int = MAX_MARKS) -> None:
@@ -69,10 +69,10 @@ class JsonScanner:
         self._depth = 0
         self._in_string = False
         self._escaped = False  # the first byte of the next chunk belongs to an escape
-        self._string_bytes = 0  # of the present string
+        self._string_bytes = 0  # length of the present string
         self._wide = False  # the present string has a character beyond ASCII
         self._escapes = False  # the present string has an escape
-        self._plain_end = b""  # outside strings: what may be the beginning of a number
+        self._plain_end = b""  # end of the text outside strings, which may begin a number
         self.marks = 0
         self.wide_bytes = 0
         self.longest_wide = 0
@@ -80,10 +80,10 @@ class JsonScanner:
         self.escapes = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next chunk, of any size.
+        """Measure the next chunk, of any size.
 
         Raises:
-            TooDeepError, TooWideError, LongNumberError: a limit is passed; further chunks must not be fed.
+            TooDeepError, TooWideError, LongNumberError: a limit is exceeded; no more chunks may be fed.
         """
         if not chunk:
             return
@@ -95,23 +95,23 @@ class JsonScanner:
             if self._in_string:
                 at = self._leave_string(chunk, text, at, plain)
                 continue
-            found = _OUTSIDE.search(text, at)
-            end = len(text) if found is None else found.start()
-            self._check_number(text[at:end], ends=found is not None)
-            if found is None:
+            mark = _OUTSIDE.search(text, at)
+            end = len(text) if mark is None else mark.start()
+            self._check_number(text[at:end], ends=mark is not None)
+            if mark is None:
                 return
-            at = found.end()
-            self._mark(found.group())
+            at = mark.end()
+            self._mark(mark.group())
 
     def _check_number(self, part: bytes, *, ends: bool) -> None:
-        """A part without a mark, which may go on in the next chunk."""
+        """Check a part without a mark for a long number, which may continue in the next chunk."""
         part = self._plain_end + part
         if len(part) > MAX_DIGITS and LONG_NUMBER.search(part):
             raise LongNumberError
         self._plain_end = b"" if ends else part[-MAX_DIGITS:]
 
     def _without_escapes(self, chunk: bytes) -> tuple[bytes, bool]:
-        """The chunk with each escaped quote and backslash blanked, and whether an escape reaches into the next chunk."""
+        """Blank each escaped quote and backslash of the chunk. Also returns whether an escape reaches into the next chunk."""
         text = chunk
         if self._escaped:
             text = b" " + text[1:]
@@ -135,7 +135,7 @@ class JsonScanner:
                 raise TooDeepError
 
     def _leave_string(self, chunk: bytes, text: bytes, at: int, plain: bool) -> int:
-        """Where the string that contains `at` has ended, or the chunk; `text` is the chunk without some escapes."""
+        """The position after the string that contains `at`, or the end of the chunk. `text`: the chunk with some escapes blanked."""
         end = text.find(b'"', at)
         stop = len(text) if end < 0 else end
         self._string_bytes += stop - at
@@ -155,7 +155,7 @@ class JsonScanner:
 
     @property
     def parsed_bytes(self) -> int:
-        """What the values take in addition to the body itself, at most."""
+        """Upper bound of the memory for the values, in addition to the body itself."""
         open_string = self._string_bytes if self._in_string and self._wide else 0
         return MARK_BYTES * self.marks + 3 * (self.wide_bytes + open_string) + self.longest_escaped
 
@@ -168,15 +168,15 @@ async def read_json(
     deadline: float,
     seen: Callable[[bytes], None] = lambda _part: None,
 ) -> Any:
-    """The decoded body. `reservation` grows with what has arrived: to what holding and parsing it takes.
+    """Read and decode a body. `reservation` grows with the bytes that have arrived, to the memory for holding and parsing them.
 
-    `seen`: gets each part of it. `deadline`: Unix time at which the body must be complete. Before it, a body must not be slower than `STALL_SECONDS` and then
-    `MIN_BYTES_PER_SECOND`, which the time that the gateway waits for memory does not count against.
+    `seen`: called with each part of the body. `deadline`: Unix time at which the body must be complete. Until then, the gateway waits
+    for `STALL_SECONDS`, then requires at least `MIN_BYTES_PER_SECOND`. Time in which it waits for memory does not count.
 
     Raises:
         RequestTimeoutError, RequestTooLargeError, UnsupportedMediaTypeError: the headers or the size are at fault.
-        InvalidJsonError: no JSON, too deep, too many elements, NaN.
-        OverloadedError: no memory for it now.
+        InvalidJsonError: the body is invalid JSON, too deep, has too many elements, or has NaN.
+        OverloadedError: there is no memory for it now.
         ClientGoneError: the client hung up.
     """
     chunks = Chunks(receive)
@@ -195,8 +195,8 @@ async def read_json(
         parts.clear()
         reservation.release()
         raise
-    large = sum(map(len, parts)) > JOIN_IN_THREAD_BYTES
-    body = await asyncio.to_thread(b"".join, parts) if large else b"".join(parts)
+    is_large = sum(map(len, parts)) > JOIN_IN_THREAD_BYTES
+    body = await asyncio.to_thread(b"".join, parts) if is_large else b"".join(parts)
     parts.clear()
     try:
         return from_json(body, allow_inf_nan=False)
@@ -205,32 +205,32 @@ async def read_json(
 
 
 class Chunks:
-    """A body as it arrives. It must not be slower than `STALL_SECONDS` and then `MIN_BYTES_PER_SECOND`."""
+    """A body as it arrives. Its client may take `STALL_SECONDS`, and then must send at least `MIN_BYTES_PER_SECOND`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._seconds = 0.0  # spent waiting for the client
+        self._seconds = 0.0  # time spent waiting for the client
         self._size = 0
         self.ended = False
 
     async def next(self) -> bytes:
-        """The next chunk, which may be empty; `ended` says whether it was the last.
+        """Wait for the next chunk, which may be empty; `ended` is set with the last one.
 
         Raises:
             RequestTimeoutError: the client is too slow.
             ClientGoneError: the client hung up.
         """
         patience = STALL_SECONDS + self._size / MIN_BYTES_PER_SECOND - self._seconds
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             async with asyncio.timeout(min(STALL_SECONDS, max(0.0, patience))):
                 message = await self._receive()
         except TimeoutError as error:
             raise RequestTimeoutError(
-                f"{self._size} bytes of the body arrived in {self._seconds + time.monotonic() - begun:.0f} s; the gateway waits "
+                f"{self._size} bytes of the body arrived in {self._seconds + time.monotonic() - started_at:.0f} s; the gateway waits "
                 f"{STALL_SECONDS:.0f} s, then requires at least {MIN_BYTES_PER_SECOND} bytes/s; send it faster"
             ) from error
-        self._seconds += time.monotonic() - begun
+        self._seconds += time.monotonic() - started_at
         if message["type"] == "http.disconnect":
             raise ClientGoneError("the client hung up")
         self.ended = not message.get("more_body", False)
@@ -277,12 +277,12 @@ async def _read(
 
 
 async def _scan(scanner: JsonScanner, part: bytes) -> None:
-    """Feed a part of any size without holding up the event loop."""
-    turn = scanner.marks
-    for at in range(0, len(part), SCAN_BYTES):
-        scanner.feed(part[at : at + SCAN_BYTES])
-        if scanner.marks - turn >= SCAN_MARKS:
-            turn = scanner.marks
+    """Feed a part of any size without blocking the event loop."""
+    marks_before = scanner.marks
+    for begin in range(0, len(part), SCAN_BYTES):
+        scanner.feed(part[begin : begin + SCAN_BYTES])
+        if scanner.marks - marks_before >= SCAN_MARKS:
+            marks_before = scanner.marks
             await asyncio.sleep(0)
 
 

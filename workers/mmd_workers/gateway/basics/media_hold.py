@@ -1,9 +1,7 @@
-"""Memory that requests hold at the gateway: bodies as they arrive, media until their request ends, answers until they are sent.
-Independent of requests.
+"""Memory that requests hold at the gateway: bodies while they arrive, media until the request ends, answers until they are sent.
 
-Each request has its own allowance, which is large enough for text and never waits. What a request needs beyond it comes from a
-budget that all share, one for bodies and media and one for answers: work waits for room there; it is not dropped. So text never
-waits for media.
+Each request has its own allowance, which is large enough for text and never waits. Further memory comes from shared budgets, one for bodies
+and media and one for answers. Requests wait for room there, and are not dropped. So text never waits for media. Independent of requests.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from mmd_api.contract.errors import OverloadedError, RequestTooLargeError
 WAIT_SECONDS = 20.0
 RETRY_AFTER_SECONDS = 5.0
 ALLOWANCE_BYTES = 2 << 20
-"""Of each request that is let in: a body of 1 MiB, which is text of more than 200,000 tokens, takes twice its size to parse."""
+"""Allowance of each admitted request. A body of 1 MiB, which is text of more than 200,000 tokens, takes twice its size to parse."""
 
 
 @dataclass(slots=True)
@@ -30,23 +28,23 @@ class _Held:
 class _Waiter:
     num_bytes: int
     turn: asyncio.Future[None]
-    passed_bytes: int = 0  # granted to others that came later
+    passed_bytes: int = 0  # granted to later requests meanwhile
 
 
 class TooLargeError(Exception):
-    """More than one request may ever hold."""
+    """The request needs more than one request may ever hold."""
 
 
 class NoRoomError(Exception):
-    """Others held the budget for too long."""
+    """Other requests held the budget for too long."""
 
 
 class Budget:
     """Bytes that requests share.
 
-    They are granted first come first served, but a request that holds some goes first, so that it can finish. One request
-    may hold the budget divided by `share_divisor`. With `may_pass`, a newcomer that fits passes one that does not, until those that
-    passed it were granted as much as the whole budget: after that they wait for it, so it cannot starve.
+    They are granted in order of arrival, but requests that already hold some come first, so that they can finish. One request may hold the
+    budget divided by `share_divisor`. With `may_pass`, a new request that fits passes one that does not. Once those that passed it were granted
+    as much as the whole budget, others wait for it, so it cannot starve.
     """
 
     def __init__(
@@ -62,20 +60,20 @@ class Budget:
 
     @property
     def share_bytes(self) -> int:
-        """What one request may hold at most."""
+        """Maximum bytes that one request may hold."""
         return self.budget_bytes // self._share_divisor
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for room."""
+        """Number of requests that wait for room."""
         return len(self._holders) + len(self._newcomers)
 
     async def acquire(self, num_bytes: int, held_bytes: int, waits: bool = True) -> None:
-        """Take room for one that holds `held_bytes` of the budget. Without `waits` it gets what is free while nobody waits.
+        """Take room for a request that holds `held_bytes` of the budget. Without `waits`, it only gets free room, and only if nobody waits.
 
         Raises:
-            NoRoomError: there was none in time.
-            TooLargeError: there can never be.
+            NoRoomError: no room was free in time.
+            TooLargeError: there can never be enough room.
         """
         if held_bytes + num_bytes > self.share_bytes:
             raise TooLargeError
@@ -106,12 +104,12 @@ class Budget:
             raise
 
     def give_back(self, num_bytes: int) -> None:
-        """Return room."""
+        """Return room to the budget."""
         self.used_bytes -= num_bytes
         self._admit()
 
     def resize(self, budget_bytes: int) -> None:
-        """Change the budget. What is held stays; a smaller budget admits nothing until enough is returned."""
+        """Change the budget. Held bytes stay held; a smaller budget admits nothing until enough is returned."""
         self.budget_bytes = budget_bytes
         self._admit()
 
@@ -143,47 +141,47 @@ class Budget:
 
 
 class Share:
-    """One request's part of a budget: its allowance, and what it takes beyond it. `release` it whatever happens."""
+    """One request's part of a budget: its allowance, and any bytes beyond it. It must be released whatever happens."""
 
     def __init__(self, budget: Budget, waits: bool = True) -> None:
         self._budget, self._waits = budget, waits
-        self._granted_bytes = 0  # of the budget
+        self._granted_bytes = 0  # bytes of the budget, beyond the allowance
         self.num_bytes = 0
 
     async def resize(self, num_bytes: int) -> None:
-        """Hold exactly so much; see `Budget.acquire` for what it raises."""
+        """Hold exactly this many bytes; see `Budget.acquire` for the errors raised."""
         if num_bytes > self.num_bytes:
             await self.grow(num_bytes - self.num_bytes)
         else:
             self.shrink(num_bytes)
 
     async def grow(self, num_bytes: int) -> None:
-        """Take more room; see `Budget.acquire` for what it raises."""
+        """Take more room; see `Budget.acquire` for the errors raised."""
         self.num_bytes += num_bytes
-        missing = self._beyond_allowance() - self._granted_bytes
-        if missing <= 0:
+        missing_bytes = self._beyond_allowance() - self._granted_bytes
+        if missing_bytes <= 0:
             return
-        held, self._granted_bytes = self._granted_bytes, self._granted_bytes + missing
+        held_bytes, self._granted_bytes = self._granted_bytes, self._granted_bytes + missing_bytes
         try:
-            await self._budget.acquire(missing, held, self._waits)
+            await self._budget.acquire(missing_bytes, held_bytes, self._waits)
         except BaseException:
-            self._granted_bytes -= missing
+            self._granted_bytes -= missing_bytes
             self.num_bytes -= num_bytes
             raise
 
     @property
     def room_bytes(self) -> int:
-        """What it can still take, once others have returned what they hold."""
+        """Bytes that it can still take, once others have returned theirs."""
         return max(0, self._budget.allowance_bytes + self._budget.share_bytes - self.num_bytes)
 
     def shrink(self, to_bytes: int) -> None:
-        """Keep only so much. No `grow` may be in flight."""
+        """Reduce it to this many bytes. No `grow` may be in flight."""
         if to_bytes < self.num_bytes:
             self.num_bytes = to_bytes
-            freed = self._granted_bytes - self._beyond_allowance()
-            if freed > 0:
-                self._granted_bytes -= freed
-                self._budget.give_back(freed)
+            freed_bytes = self._granted_bytes - self._beyond_allowance()
+            if freed_bytes > 0:
+                self._granted_bytes -= freed_bytes
+                self._budget.give_back(freed_bytes)
 
     def release(self) -> None:
         """Give everything back. Safe to call twice."""
@@ -202,33 +200,33 @@ class MediaHold(Budget):
 
     @property
     def held_media(self) -> int:
-        """Distinct media held."""
+        """Number of distinct media held."""
         return len(self._media)
 
     def get(self, digest: str) -> bytes | None:
-        """Bytes of a held medium."""
-        held = self._media.get(digest)
-        return None if held is None else held.data
+        """The bytes of a held medium; None if it is not held."""
+        medium = self._media.get(digest)
+        return None if medium is None else medium.data
 
     def reservation(self, waits: bool = True) -> RequestReservation:
-        """An empty share of the budget; `release` it whatever happens. See `Budget.acquire` for `waits`."""
+        """An empty share of the budget, which must be released whatever happens. See `Budget.acquire` for `waits`."""
         return RequestReservation(self, waits)
 
     def put(self, digest: str, data: bytes) -> None:
-        """Hold a medium once more (its room has been taken)."""
-        held = self._media.setdefault(digest, _Held(data, 0))
-        held.holders += 1
+        """Add a holder of a medium, whose room has been taken."""
+        medium = self._media.setdefault(digest, _Held(data, 0))
+        medium.holders += 1
 
     def drop(self, digest: str) -> None:
-        """Hold a medium once less."""
-        held = self._media[digest]
-        held.holders -= 1
-        if not held.holders:
+        """Remove a holder of a medium."""
+        medium = self._media[digest]
+        medium.holders -= 1
+        if not medium.holders:
             del self._media[digest]
 
 
 class RequestReservation(Share):
-    """One request's body, its media, and the media that it holds in a `MediaHold`."""
+    """One request's share for its body and media, and the media it holds in a `MediaHold`."""
 
     def __init__(self, hold: MediaHold, waits: bool = True) -> None:
         super().__init__(hold, waits)
@@ -239,8 +237,8 @@ class RequestReservation(Share):
         """Take more room.
 
         Raises:
-            OverloadedError: there was none in time.
-            RequestTooLargeError: there can never be.
+            OverloadedError: no room was free in time.
+            RequestTooLargeError: there can never be enough room.
         """
         try:
             await super().grow(num_bytes)

@@ -1,5 +1,4 @@
-"""The base of what clients send: models that refuse unknown fields and those that are not served, faults named by field.
-Independent of fields."""
+"""The base of request models: unknown fields and fields that are not served are refused, and faults name the field. Independent of fields."""
 
 from __future__ import annotations
 
@@ -22,26 +21,26 @@ from mmd_api.contract.errors import (
 )
 from mmd_workers.gateway.basics.api_errors import ApiError
 
-MAX_NAMED_FIELDS = 3  # of those that are unknown
+MAX_NAMED_FIELDS = 3  # unknown fields named in an error
 MAX_NAME_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Marks a field that is taken and has no effect."""
+    """Marks a field that is accepted and has no effect."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Marks a field whose values do not say what it does."""
+    """Marks a field whose effect is not evident from its values."""
 
     what: str
 
 
 def _discard(_value: object) -> None:
-    """Drop a value that has no effect: the request is held to its end, and megabytes of this value would be counted nowhere."""
+    """Drop a value without effect: the request keeps its values to the end, and megabytes of this one would not be counted anywhere."""
 
 
 DISCARD = AfterValidator(_discard)
@@ -55,14 +54,14 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_no_unknown_field(cls, value: Any) -> Any:
-        """One error for all of them: pydantic makes one each, in about 10 µs, and a body has room for many thousands."""
+        """Raise one error for all unknown fields: pydantic takes about 10 µs for each error, and a body may have many thousands."""
         if isinstance(value, dict) and (unknown := value.keys() - _names(cls)):
             raise PydanticCustomError("unknown_fields", "{names}", {"names": _first_of(value, unknown)})
         return value
 
 
 NotServed = Mapping[str, tuple[tuple[object, ...], str]]
-"""Fields that are refused: the values that mean "off", which are taken, and the remedy."""
+"""Fields that are refused, each with its accepted values, which mean "off", and the remedy."""
 
 Model = TypeVar("Model", bound=Strict)
 
@@ -70,22 +69,24 @@ Model = TypeVar("Model", bound=Strict)
 def validated(
     model: type[Model], value: object, not_served: NotServed, tags: AbstractSet[str], index: str = "[{}]"
 ) -> Model:
-    """Validate a decoded JSON body. `tags`: names of branches of unions, which are no fields. `index`: how errors spell a place in a list.
+    """Validate a decoded JSON body.
+
+    `tags`: names of branches of unions, which are no fields. `index`: how errors write an index of a list.
 
     Raises:
-        InvalidTypeError: the body is no object.
-        ApiError: 400, naming the first field at fault and what would be right.
+        InvalidTypeError: the body is not an object.
+        ApiError: 400, names the first field at fault and the remedy.
     """
     if not isinstance(value, dict):
         raise InvalidTypeError("the body must be a JSON object")
-    known = {name: field for name, field in value.items() if name not in not_served}
+    served = {name: field for name, field in value.items() if name not in not_served}
     for name in value.keys() & not_served.keys():
-        off, remedy = not_served[name]
-        if value[name] is not None and not any(_same(value[name], allowed) for allowed in off):
+        off_values, remedy = not_served[name]
+        if value[name] is not None and not any(_same(value[name], allowed) for allowed in off_values):
             unsupported = UnsupportedParameterError(f"{name} is not supported: {remedy}")
             raise ApiError(unsupported, param=str(name))
     try:
-        return model.model_validate(known)
+        return model.model_validate(served)
     except ValidationError as error:
         raise _named(error, tags, index) from error
 
@@ -97,7 +98,7 @@ def _same(value: object, allowed: object) -> bool:
 
 
 _OF_BRANCHES = ("content", "input", "output", "prompt", "source", "stop", "system", "tool_choice")
-"""Fields that are unions of branches with names."""
+"""Fields that are unions of named branches."""
 
 
 def _named(error: ValidationError, tags: AbstractSet[str], index: str) -> ApiError:
@@ -107,7 +108,7 @@ def _named(error: ValidationError, tags: AbstractSet[str], index: str) -> ApiErr
         if isinstance(part, int):
             param += index.format(part)
         elif part in tags and (isinstance(previous, int) or previous in _OF_BRANCHES):
-            pass  # which branch of a union, not a field
+            pass  # a branch of a union, not a field
         else:
             param += f".{part}" if param else str(part)
         previous = part
@@ -137,7 +138,7 @@ def _named(error: ValidationError, tags: AbstractSet[str], index: str) -> ApiErr
 
 
 def _is_role(context: Mapping[str, Any]) -> bool:
-    """Whether a message is at fault, which its role decides, and not a part, which its type does."""
+    """True if a message is at fault, by its role, and not a part, by its type."""
     return "role" in context["discriminator"]
 
 
@@ -146,6 +147,6 @@ def _names(model: type[BaseModel]) -> set[str]:
 
 
 def _first_of(value: dict[str, Any], unknown: AbstractSet[str]) -> list[str]:
-    """The first of the unknown names in the order in which they were sent, "..." for the rest."""
-    named = islice((name for name in value if name in unknown), MAX_NAMED_FIELDS)
-    return [*(name[:MAX_NAME_CHARACTERS] for name in named), *["..."][: len(unknown) - MAX_NAMED_FIELDS]]
+    """The first unknown names in the order in which they were sent, and "..." for the rest."""
+    names = islice((name for name in value if name in unknown), MAX_NAMED_FIELDS)
+    return [*(name[:MAX_NAME_CHARACTERS] for name in names), *["..."][: len(unknown) - MAX_NAMED_FIELDS]]

@@ -1,1 +1,1 @@
-"""What an answer must match, and how it is read: grammars, calls of tools, reasoning, text from tokens. Knows no request."""
+"""The form that an answer must have, and how it is read: grammars, tool calls, reasoning, text from tokens. Knows no request."""

@@ -1,8 +1,8 @@
-"""Reads the calls of tools in an answer, piece by piece.
+"""Reads the tool calls in an answer, piece by piece.
 
-transformers' own `parse_response` does not serve: it needs a `response_template`, which few checkpoints have, returns the arguments of a
-call only once it has ended, and fails on a call that is broken. Nor do vLLM's parsers, for the reasons in `reasoning_parser.py`. Independent of
-requests and the network.
+transformers' own `parse_response` is no alternative: it needs a `response_template`, which few checkpoints have, returns the arguments of a
+call only once the call has ended, and fails on a broken call. vLLM's parsers are none either, for the reasons in `reasoning_parser.py`.
+Independent of requests and the network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmd_workers.gateway.constraints.detokenizer import overlap
 from mmd_workers.model.tool_calls import Spelling
 
 MAX_TOOL_CALLS = 128
-"""In one message, as OpenAI allows."""
+"""Maximum calls in one message, as at OpenAI."""
 
 CALL_ID_CHARACTERS = 9  # letters and digits, as templates of Mistral require
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -26,12 +26,12 @@ _BLANK = " \t\r\n"
 _IN_STRING = regex.compile(r'["\\]')
 _OUTSIDE = regex.compile(r'["\[\]{}]|[^ \t\r\nA-Za-z0-9+.,:\-]')
 _CLOSES = {"}": "{", "]": "["}
-_MORE = regex.compile(r'[ \t\r\n]{0,8},[ \t\r\n]{0,8}"')  # another field of the call
+_MORE = regex.compile(r'[ \t\r\n]{0,8},[ \t\r\n]{0,8}"')  # begins another field of the call
 
 
 @dataclass(slots=True)
 class CallPart:
-    """What a piece of an answer adds to one of its calls: at first `id` and `name`, then parts of the arguments, which are JSON."""
+    """An addition to one of the calls of an answer: first `id` and `name`, then parts of the arguments, which are JSON."""
 
     index: int
     id: str | None
@@ -41,13 +41,13 @@ class CallPart:
 
 @dataclass(slots=True)
 class Parsed:
-    """What pieces of an answer are, in their order: content, and parts of calls, one for each call."""
+    """The result of reading pieces of an answer, in order: content, and one part for each call."""
 
     pieces: list[str | CallPart] = field(default_factory=list)
 
     @property
     def content(self) -> str:
-        """All the content."""
+        """The content without the calls."""
         return "".join(piece for piece in self.pieces if isinstance(piece, str))
 
     @property
@@ -59,55 +59,57 @@ class Parsed:
 class CallParser:
     """Reads the calls of one answer, however its text is cut into pieces.
 
-    A call has begun once its name, which is that of a tool, and the brace of its arguments are there; what follows is its arguments, until
-    they are complete or cannot be JSON. Where the model has the marker as a token, text that only spells it begins no call. All other text
-    is content, also what looks like the beginning of a call; of white space that at the beginning, before a call, and after one is left out.
+    A call begins once the name of a tool and the opening brace of its arguments are complete. Its arguments continue until they are complete or
+    cannot be JSON. If the model has the marker as a token, text that spells the marker begins no call. All other text is content, even if it
+    looks like the beginning of a call. White space is left out at the beginning, before a call, and after a call.
     """
 
     def __init__(self, spelling: Spelling, names: frozenset[str], *, most: int = MAX_TOOL_CALLS) -> None:
-        """`most`: calls; what comes after them is content. The text must have the tokens of `token_ids`, each of
-        which is noted with `expect`."""
+        """`most`: maximum number of calls; text after them is content.
+
+        The text must include the tokens of `token_ids`, and each of these must be noted with `expect`.
+        """
         form = spelling.form
         self.token_ids = frozenset(spelling.tokens.values())
         self._marker_id = spelling.tokens.get(form.marker)
         self._marker = form.marker
-        self._markers = deque[int]()  # where in the answer markers that are tokens begin
-        self._expected = 0  # characters of the tokens so far
-        self._at = 0  # where in the answer what is held begins
+        self._markers = deque[int]()  # positions in the answer of markers that are tokens
+        self._expected = 0  # characters noted so far
+        self._at = 0  # position in the answer of the held text
         self._first = regex.compile(form.first)
         self._after = regex.compile(form.after)
         self._following = regex.compile(form.following) if form.following else None
         self._last = regex.compile(form.last)
         self._names = names
         self._most = 1 if form.separator is None else most
-        self._held = ""  # not decided yet
+        self._held = ""  # text that is not decided yet
         self._blank: list[str] = []  # white space at the beginning or after a call
-        self._said = False  # content since then
+        self._has_content = False  # since the beginning or the last call
         self._step = self._text
         self._arguments = _Object()
-        self._rest = _Object()  # of a call, after its arguments
+        self._rest = _Object()  # the call's fields after its arguments
         self._parsed = Parsed()
         self.num_calls = 0
 
     @property
     def complete(self) -> bool:
-        """Whether there are calls, and the arguments of all of them are complete."""
+        """True if there are calls, and the arguments of all of them are complete."""
         return self.num_calls > 0 and not self._arguments.open
 
     def expect(self, token_id: int, text: str) -> None:
-        """Note a token and the text that it adds to the answer, before that text is pushed."""
+        """Note a token and its text before the text is pushed."""
         if token_id == self._marker_id and (at := text.rfind(self._marker)) >= 0:
             self._markers.append(self._expected + at)
         self._expected += len(text)
 
     def skip(self, characters: int) -> None:
-        """So many characters of the answer, which have been noted, are not pushed."""
+        """Skip characters of the answer that have been noted but are not pushed."""
         self._at += characters
         while self._markers and self._markers[0] < self._at:
             self._markers.popleft()
 
     def push(self, piece: str) -> Parsed:
-        """What became certain with this piece."""
+        """Add a piece, and return the results that became certain."""
         return self._parse(piece, final=False)
 
     def flush(self) -> Parsed:
@@ -124,10 +126,10 @@ class CallParser:
             pass
         return self._parsed
 
-    # Each step returns whether there is another one: False, more text has to come.
+    # Each step returns True if another step may follow, and False if more text has to come.
 
     def _text(self, final: bool) -> bool:
-        if not self._said:
+        if not self._has_content:
             blank = len(self._held) - len(self._held.lstrip(_BLANK))
             self._blank.append(self._take(blank))
             if not self._held:
@@ -147,22 +149,22 @@ class CallParser:
         return False
 
     def _beginning(self, final: bool) -> bool:
-        found = self._first.match(self._held, partial=not final)
-        if found and found.partial:
+        match = self._first.match(self._held, partial=not final)
+        if match and match.partial:
             return False
-        if not self._begin(found):
+        if not self._begin(match):
             self._content(max(1, len(self._marker)))
             self._step = self._text
         return True
 
-    def _begin(self, found: regex.Match[str] | None) -> bool:
-        if found is None or found["name"] not in self._names or self.num_calls >= self._most:
+    def _begin(self, match: regex.Match[str] | None) -> bool:
+        if match is None or match["name"] not in self._names or self.num_calls >= self._most:
             return False
         self._blank.clear()
         call_id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(CALL_ID_CHARACTERS))
-        self._parsed.pieces.append(CallPart(self.num_calls, call_id, found["name"], ""))
+        self._parsed.pieces.append(CallPart(self.num_calls, call_id, match["name"], ""))
         self.num_calls += 1
-        self._take(found.end())
+        self._take(match.end())
         self._arguments = _Object(open=True)
         self._step = self._in_arguments
         return True
@@ -180,19 +182,19 @@ class CallParser:
         if not is_json:
             self._go_on_with_text()
         elif not self._arguments.open:
-            self._said = False
+            self._has_content = False
             self._step = self._at_end_of_call
         return True
 
     def _at_end_of_call(self, final: bool) -> bool:
-        found = self._after.match(self._held, partial=True)
-        more = _MORE.match(self._held, partial=True)
-        if found and not found.partial:
-            self._take(found.end())
+        match = self._after.match(self._held, partial=True)
+        next_field = _MORE.match(self._held, partial=True)
+        if match and not match.partial:
+            self._take(match.end())
             self._step = self._text if self._following is None else self._after_call
-        elif found or (more and more.partial):
+        elif match or (next_field and next_field.partial):
             return self._unfinished(final)
-        elif more:
+        elif next_field:
             self._rest = _Object.begun()
             self._step = self._in_rest
         else:
@@ -200,7 +202,7 @@ class CallParser:
         return True
 
     def _in_rest(self, final: bool) -> bool:
-        """Fields of a call after its arguments are left out."""
+        """Skip fields of a call after its arguments, which are left out."""
         del final
         end, is_json = self._rest.scan(self._held)
         self._take(end if self._rest.open else end - 1)
@@ -226,58 +228,58 @@ class CallParser:
         return True
 
     def _unfinished(self, final: bool) -> bool:
-        """What comes after the arguments may be cut off with the answer: the call is complete."""
+        """Wait for more text after the arguments. If the answer has ended there, the call is complete."""
         if final:
             self._take(len(self._held))
         return False
 
     def _go_on_with_text(self) -> None:
-        self._said = True
+        self._has_content = True
         self._step = self._text
 
     def _content(self, characters: int) -> None:
         if characters > 0:
             self._parsed.pieces.append("".join(self._blank) + self._take(characters))
             self._blank.clear()
-            self._said = True
+            self._has_content = True
 
     def _take(self, characters: int) -> str:
-        """The next ones, which are decided."""
-        taken, self._held = self._held[:characters], self._held[characters:]
+        """Take characters that are decided from the held text."""
+        decided, self._held = self._held[:characters], self._held[characters:]
         self.skip(characters)
-        return taken
+        return decided
 
     def _is_spelled(self, at: int) -> bool:
-        """Whether the marker there is no token although the model has one for it: text that quotes a call is none."""
+        """True if the marker there is only text although the model has a token for it: text may quote a call."""
         return self._marker_id is not None and self._at + at not in self._markers
 
 
 @dataclass(slots=True)
 class _Object:
-    """Where an object ends, which begins with a brace: where all brackets are closed, or at what is no JSON."""
+    """Finds the end of an object that begins with a brace: its last closing bracket, or the first text that cannot be JSON."""
 
     open: bool = False
-    _brackets: list[str] = field(default_factory=list)  # that are open
+    _brackets: list[str] = field(default_factory=list)  # brackets that are open
     _in_string: bool = False
     _escaped: bool = False
 
     @classmethod
     def begun(cls) -> _Object:
-        """One whose brace has been read."""
+        """An object whose opening brace has been read."""
         return cls(open=True, _brackets=["{"])
 
     def scan(self, text: str) -> tuple[int, bool]:
-        """Where in the next piece it ends, or the piece does, and whether it can be JSON so far."""
+        """The position in the next piece at which the object or the piece ends, and whether the object can still be JSON."""
         at = 0
         while at < len(text):
             if self._escaped:
                 self._escaped = False
                 at += 1
                 continue
-            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
-            if found is None:
+            match = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            if match is None:
                 return len(text), True
-            mark, at = found.group(), found.end()
+            mark, at = match.group(), match.end()
             if mark == '"':
                 self._in_string = not self._in_string
             elif mark == "\\" and self._in_string:
@@ -290,5 +292,5 @@ class _Object:
                     self.open = False
                     return at, True
             else:
-                return found.start(), False
+                return match.start(), False
         return len(text), True

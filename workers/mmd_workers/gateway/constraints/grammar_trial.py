@@ -1,5 +1,7 @@
-"""The first compilation of a grammar from outside, in a process of its own: the library's limits begin only after it has built the
-regular expressions, which small schemas make as large as they like, and deep references take more stack than there is.
+"""The first compilation of a grammar from a client, in a process of its own.
+
+The library's limits apply only after it has built the regular expressions. Small schemas can make these as large as they like, and deep
+references take more stack than there is.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from mmd_api.contract.errors import GrammarFailedError, OverloadedError
 from mmd_workers.gateway.constraints import grammar_process
 from mmd_workers.model.grammar import PARSER_LIMITS, in_library_form, on_one_line
 
-CPU_SECONDS = 0.5  # the largest ordinary schemas take a quarter of it
-MEMORY_BYTES = 64 << 20  # beyond the idle process; the largest ordinary schemas take a third of it
-STACK_BYTES = 2 << 20  # a quarter of a thread's, so that no other process fails on what passes here
-WALL_SECONDS = 10.0  # on a busy node
+CPU_SECONDS = 0.5  # four times the need of the largest ordinary schemas
+MEMORY_BYTES = 64 << 20  # beyond the idle process; three times the need of the largest ordinary schemas
+STACK_BYTES = 2 << 20  # a quarter of a thread's, so that no other process fails on a grammar that passes here
+WALL_SECONDS = 10.0  # generous, for a busy node
 EXIT_SECONDS = 5.0
 PROGRAM = ("-I", "-B", grammar_process.__file__)
 
@@ -31,7 +33,7 @@ class TooCostlyError(GrammarFailedError):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What compiling took: CPU time, and address space beyond the idle process."""
+    """The cost of compiling: CPU time, and address space beyond the idle process."""
 
     cpu_seconds: float
     peak_bytes: int
@@ -44,12 +46,12 @@ async def try_out(
     memory_bytes: int = MEMORY_BYTES,
     stack_bytes: int = STACK_BYTES,
 ) -> Cost:
-    """Compile it in a process that has ended when this returns, raises or is cancelled.
+    """Compile a grammar in a process that has ended when this function returns, raises or is cancelled.
 
     Raises:
-        GrammarFailedError: the library cannot compile it; the message has its words.
-        TooCostlyError: it exceeds one of these limits.
-        OverloadedError: the process did not start, or did not get as much CPU in time: not the grammar's fault.
+        GrammarFailedError: the library cannot compile the grammar; the message is the library's.
+        TooCostlyError: the grammar exceeds one of these limits.
+        OverloadedError: the process did not start, or did not get enough CPU in time. This is not the grammar's fault.
     """
     job = {
         "grammar": in_library_form(grammar, special_token_id=grammar_process.SPECIAL_TOKEN_ID),
@@ -72,14 +74,14 @@ async def try_out(
         raise TooCostlyError("more levels of references or nesting than fit its stack")
     if status != 0:
         raise GrammarFailedError("the compiler fails on it")
-    found: dict[str, Any] = json.loads(reply)
-    if found["error"]:
-        raise GrammarFailedError(on_one_line(found["error"]))
-    return Cost(found["cpu_seconds"], found["peak_bytes"])
+    result: dict[str, Any] = json.loads(reply)
+    if result["error"]:
+        raise GrammarFailedError(on_one_line(result["error"]))
+    return Cost(result["cpu_seconds"], result["peak_bytes"])
 
 
 async def _run(job: bytes) -> tuple[int, bytes]:
-    """Exit status and output. A process that is no longer awaited is killed and reaped first."""
+    """Run the process, and return its exit status and output. A process that is no longer awaited is killed and reaped first."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *PROGRAM,

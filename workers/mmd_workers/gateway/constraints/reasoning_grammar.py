@@ -1,4 +1,4 @@
-"""What an answer must match, where the model reasons before it. Independent of the network."""
+"""The grammar of an answer that begins with reasoning. Independent of the network."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from mmd_workers.model.reasoning import Reasoning
 def after_reasoning(
     grammar: Grammar, reasoning: Reasoning, param: str, *, inside: bool, gap: bool = True
 ) -> Grammar:
-    """A grammar that begins after the reasoning: any text up to the marker that ends it, and white space after that. `inside`: the prompt has
-    begun the reasoning; else the answer may begin it, or be without. `param`: the field that `grammar` comes from. `gap`: white space may
-    follow the marker, and is no part of the answer.
+    """A grammar that begins after the reasoning: any text up to the end marker, and white space after it.
+
+    `inside`: the prompt has begun the reasoning; otherwise the answer may begin it, or have none. `param`: the field that sets `grammar`.
+    `gap`: white space may follow the marker, and is not part of the answer.
 
     Raises:
-        ApiError: it is too long so.
+        ApiError: the grammar is too long with the reasoning.
     """
     if grammar.type == "composite":
         composite: dict[str, Any] = json.loads(grammar.source)
@@ -41,7 +42,7 @@ def after_reasoning(
         rules.append(f"reasoning: REASONING {_marker(reasoning, reasoning.end)}")
         rules.append(f"REASONING: /(?s:.*)/ & ~/(?s:.*){_escaped(reasoning.end)}(?s:.*)/")
     else:
-        if not inside:  # text that begins so is no answer
+        if not inside:  # text that begins like reasoning is no answer
             no_text = f"TEXT: ~/{_escaped(reasoning.begin)}(?s:.*)/ & "
             rules = [re.sub("^TEXT: ", lambda _: no_text, rule) for rule in rules]
         rules.append(f"reasoning[suffix={json.dumps(reasoning.end, ensure_ascii=False)}]: REASONING")
@@ -57,12 +58,12 @@ def after_reasoning(
 
 
 def _marker(reasoning: Reasoning, marker: str) -> str:
-    """In the library's language."""
+    """A marker in the library's language."""
     if reasoning.tokens:
         return f"<[{reasoning.tokens[marker]}]>"
     return json.dumps(marker, ensure_ascii=False)
 
 
 def _escaped(marker: str) -> str:
-    """As a part of a regular expression in the library's language."""
+    """A marker as part of a regular expression in the library's language."""
     return re.escape(marker).replace("/", r"\/")

@@ -1,8 +1,8 @@
-"""Tells the reasoning at the beginning of an answer from the answer, piece by piece.
+"""Separates the reasoning at the beginning of an answer from the answer, piece by piece.
 
-transformers' `parse_response` does not serve: it needs a `response_template`, which few checkpoints have, and reads whole answers. vLLM's
-reasoning parsers need vLLM, which gateways of the native engine do not have, and one to be named for each model; what they read is what this one
-reads (`tests/vllm_engine/test_formats.py`). Independent of requests and the network.
+transformers' `parse_response` is no alternative: it needs a `response_template`, which few checkpoints have, and reads only whole answers.
+vLLM's reasoning parsers need vLLM, which gateways of the native engine do not have, and one must be named for each model. This parser reads
+the same formats (`tests/vllm_engine/test_formats.py`). Independent of requests and the network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RunKind = Literal["reasoning", "content", "left out"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """What a piece of an answer adds to its reasoning."""
+    """The text that a piece of an answer adds to its reasoning."""
 
     text: str
 
@@ -27,31 +27,33 @@ class ReasoningPart:
 class ReasoningParser:
     """Reads one answer, however its text is cut into pieces.
 
-    Reasoning goes from the beginning, or a marker there, to the first marker that ends it; everything after that is content. Where the model has
-    the markers as tokens, text that only spells them is no marker. Markers are left out, and so is white space beside them, but for that of an
-    answer which has to match exactly. Of a text no more is held than may be a marker.
+    Reasoning starts at the beginning, or at a marker there, and ends at the first end marker; everything after that is content. If the model
+    has the markers as tokens, text that spells them is no marker. Markers are left out, and so is white space beside them, except in an answer
+    that must match exactly. No more text is held than may be a marker.
     """
 
     def __init__(self, reasoning: Reasoning, *, inside: bool, gap: bool = True) -> None:
-        """`inside`: the prompt has begun the reasoning. `gap`: white space after the marker that ends it is no content. The text must have the
-        tokens of `token_ids`."""
+        """`inside`: the prompt has begun the reasoning. `gap`: white space after the end marker is no content.
+
+        The text must include the tokens of `token_ids`.
+        """
         self.token_ids = frozenset(reasoning.tokens.values())
         self.num_tokens = 0
-        """Of the reasoning so far, markers included."""
+        """Tokens of the reasoning so far, markers included."""
         self._begin, self._end = reasoning.begin, reasoning.end
         self._markers = {token_id: marker for marker, token_id in reasoning.tokens.items()}
         self._place: Literal["begin", "reasoning", "end", "content"] = "begin"
         self._begun = inside
         self._gap = gap
-        self._said = False  # reasoning that is not white space
+        self._has_reasoning = False  # reasoning other than white space
         self._undecided_tokens = 0
-        self._blank = 0  # undecided characters of white space, before what is held
-        self._held = ""  # noted, and not decided
-        self._runs = deque[tuple[RunKind, int]]()  # what the next characters that are pushed are
-        self._pushed = list[str]()  # beyond what is decided
+        self._blank = 0  # undecided white space characters before the undecided text
+        self._undecided = ""  # noted text that is not decided yet
+        self._runs = deque[tuple[RunKind, int]]()  # kinds of the next characters that are pushed
+        self._pushed = list[str]()  # text beyond the decided runs
 
     def expect(self, token_id: int | None, text: str) -> None:
-        """Note a token, or None for what the detokenizer still had, and the text that it adds to the answer, before that text is pushed."""
+        """Note a token and its text before the text is pushed. None: the detokenizer's remaining text."""
         if self._place == "content":
             return
         self._undecided_tokens += token_id is not None and self._place != "end"
@@ -67,44 +69,44 @@ class ReasoningParser:
             self._undecided_tokens = 0
 
     def push(self, piece: str) -> list[tuple[RunKind, str]]:
-        """What became certain with this piece, in order. What is left out is there, too."""
+        """Add a piece, and return the runs that became certain, in order. Text that is left out is among them."""
         self._pushed.append(piece)
         if not self._runs and self._place != "content":
             return []
         rest = "".join(self._pushed)
-        found: list[tuple[RunKind, str]] = []
+        runs: list[tuple[RunKind, str]] = []
         while rest and (self._runs or self._place == "content"):
             kind, characters = self._runs.popleft() if self._runs else ("content", len(rest))
             if characters > len(rest):
                 self._runs.appendleft((kind, characters - len(rest)))
-            found.append((kind, rest[:characters]))
+            runs.append((kind, rest[:characters]))
             rest = rest[characters:]
         self._pushed = [rest]
-        return found
+        return runs
 
     def flush(self) -> list[tuple[RunKind, str]]:
         """The rest, at the end of the answer."""
         if self._begun and self._place != "content":
-            self._reason(self._held)
+            self._reason(self._undecided)
             self._leave_out(0)
         self._place = "content"
         return self.push("")
 
     def _note(self, text: str) -> None:
-        self._held += text
-        while self._held and self._place != "content":
+        self._undecided += text
+        while self._undecided and self._place != "content":
             steps = {"begin": self._at_begin, "reasoning": self._in_reasoning, "end": self._after_end}
             if not steps[self._place]():
                 return
 
-    # Each step returns whether there is another one: False, more text has to come.
+    # Each step returns True if another step may follow, and False if more text has to come.
 
     def _at_begin(self) -> bool:
-        text = self._held.lstrip(BLANK)
-        self._blank += len(self._held) - len(text)
-        self._held = text
+        text = self._undecided.lstrip(BLANK)
+        self._blank += len(self._undecided) - len(text)
+        self._undecided = text
         if not self._markers and text.startswith(self._begin):
-            self._held = text[len(self._begin) :]
+            self._undecided = text[len(self._begin) :]
             self._marked(self._begin)
             return True
         if not text or (not self._markers and self._begin.startswith(text)):
@@ -113,26 +115,28 @@ class ReasoningParser:
         return True
 
     def _in_reasoning(self) -> bool:
-        at = -1 if self._markers else self._held.find(self._end)
+        at = -1 if self._markers else self._undecided.find(self._end)
         if at < 0:
-            self._reason(self._held, but=0 if self._markers else overlap(self._held, self._end))
+            self._reason(
+                self._undecided, undecided=0 if self._markers else overlap(self._undecided, self._end)
+            )
             return False
-        rest = self._held[at + len(self._end) :]
-        self._reason(self._held[:at])
+        rest = self._undecided[at + len(self._end) :]
+        self._reason(self._undecided[:at])
         self._marked(self._end)
-        self._held = rest
+        self._undecided = rest
         return True
 
     def _after_end(self) -> bool:
-        text = self._held.lstrip(BLANK)
-        self._leave_out(len(self._held) - len(text))
-        self._held = text
+        text = self._undecided.lstrip(BLANK)
+        self._leave_out(len(self._undecided) - len(text))
+        self._undecided = text
         if text:
             self._place = "content"
         return True
 
     def _marked(self, marker: str) -> None:
-        """A marker comes next."""
+        """Note that a marker comes next."""
         if self._place == "begin" and marker == self._begin:
             self._begun, self._place = True, "reasoning"
             self._leave_out(len(marker))
@@ -144,21 +148,21 @@ class ReasoningParser:
         else:
             self._place = "content"
 
-    def _reason(self, text: str, *, but: int = 0) -> None:
-        """This text is reasoning, `but` for so many characters at its end, which are held."""
-        body, self._held = text[: len(text) - but], text[len(text) - but :]
+    def _reason(self, text: str, *, undecided: int = 0) -> None:
+        """Count this text as reasoning, except for the `undecided` characters at its end, which stay held."""
+        body, self._undecided = text[: len(text) - undecided], text[len(text) - undecided :]
         core = body.rstrip(BLANK)
-        if core and not self._said:
+        if core and not self._has_reasoning:
             self._leave_out(len(core) - len(core.lstrip(BLANK)))
             core = core.lstrip(BLANK)
-            self._said = True
+            self._has_reasoning = True
         if core:
             self._runs.append(("reasoning", self._blank + len(core)))
             self._blank = 0
         self._blank += len(body) - len(body.rstrip(BLANK))
 
     def _leave_out(self, characters: int) -> None:
-        """The undecided white space and so many characters are no part of the answer."""
+        """Leave out the undecided white space, and so many characters more."""
         if self._blank + characters:
             self._runs.append(("left out", self._blank + characters))
         self._blank = 0

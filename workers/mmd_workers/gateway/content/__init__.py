@@ -1,1 +1,1 @@
-"""What clients send, as pydantic models: conversations, parts, tools, response formats. Knows neither the network nor the model."""
+"""Client requests as pydantic models: conversations, parts, tools, response formats. Knows neither the network nor the model."""

@@ -1,6 +1,6 @@
-"""What clients send: OpenAI's chat completions as pydantic models, faults named by field. Independent of the network.
+"""OpenAI's chat completions as pydantic models, with faults named by field. Independent of the network.
 
-Fields that this server does not serve are refused by name with a remedy, never ignored, unless they carry the value that
+Fields that this server does not serve are refused by name with a remedy, never ignored, unless they have the value that
 means "off".
 """
 
@@ -21,12 +21,12 @@ from mmd_workers.gateway.content.response_format import ResponseFormat, Structur
 from mmd_workers.gateway.content.tools import CHOICE_TAGS, ToolChoice, Tools, ToolUse, tool_use
 from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 
-MAX_TOKEN_IDS = 1024  # in logit_bias and allowed_token_ids
+MAX_TOKEN_IDS = 1024  # limit of logit_bias and of allowed_token_ids
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BIAS = 100.0
 MAX_GUIDANCE_SCALE = 100.0
-MAX_DIGITS = 10  # of a token id
+MAX_DIGITS = 10  # digits in a token id
 
 _NO_EFFECT = Ignored("it has no effect")
 
@@ -46,7 +46,7 @@ def _stop_kind(value: object) -> str | None:
 
 
 def _biases(value: object) -> dict[int, float]:
-    """Token ids and biases; the first fault alone, since pydantic would make an error of each."""
+    """Convert token ids and biases. Only the first fault is reported, because pydantic would create an error for each."""
     if not isinstance(value, dict):
         raise PydanticCustomError("logit_bias_type", "must be an object of token ids with their biases")
     if len(value) > MAX_TOKEN_IDS:
@@ -78,10 +78,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
-"""As in vLLM's API: prompts share the KV of a prefix with those of the same salt alone."""
+"""As in vLLM's API: prompts share the KV of a prefix only with prompts of the same salt."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""`none`: no reasoning, where the model's template has a switch for it; the others turn that on, and are the same."""
+"""`none` turns reasoning off, if the model's template has a switch for it. All other values turn it on, and are equivalent."""
 
 
 class GenerationRequest(Strict):
@@ -135,48 +135,48 @@ class GenerationRequest(Strict):
 
     @property
     def is_guided(self) -> bool:
-        """Whether a companion runs beside each answer."""
+        """True if a companion runs beside each answer."""
         return self.guidance_scale is not None and self.guidance_scale != 1
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings as a list."""
+        """The stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
 
     @property
     def asked_tokens(self) -> int | None:
-        """The most tokens of an answer; None: as many as fit."""
+        """Maximum tokens of an answer; None: as many as fit."""
         return self.max_tokens
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """True if a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def grammar(self) -> tuple[Grammar, str] | None:
-        """What the answer must match, and the field it comes from; None where it is free.
+        """The grammar of the answer, and the field that sets it; None if the answer is free.
 
         Raises:
             ApiError: two fields contradict each other.
         """
-        found = self.response_format.grammar() if self.response_format is not None else None
+        form = self.response_format.grammar() if self.response_format is not None else None
         if self.structured_outputs is not None:
-            if found is not None:
+            if form is not None:
                 both = InvalidValueError("set response_format or structured_outputs, not both")
                 raise ApiError(both, param="structured_outputs")
-            found = self.structured_outputs.as_grammar()
-        if (field := found[1] if found is not None else self.calls_field) is not None:
+            form = self.structured_outputs.as_grammar()
+        if (field := form[1] if form is not None else self.calls_field) is not None:
             for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):
                     contradiction = InvalidValueError(
                         f"{name}: {field} decides which tokens may come and where the answer ends; omit one of them"
                     )
                     raise ApiError(contradiction, param=name)
-        return found
+        return form
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """The tools that the answer may call; None: there are none.
+        """The tools that the answer may call; None if there are none.
 
         Raises:
             ApiError: fields contradict each other.
@@ -185,17 +185,17 @@ class GenerationRequest(Strict):
 
     @property
     def calls_field(self) -> str | None:
-        """The field for which calls of tools must match a grammar; None: they need not."""
+        """The field that makes tool calls match a grammar; None if they need not match any."""
         return None if (use := self.tool_use) is None else use.field
 
     @property
     def prompt_logprobs(self) -> bool:
-        """Whether log probabilities of the prompt are wanted."""
+        """True if the request asks for log probabilities of the prompt."""
         return False
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
+        """Number of likeliest tokens to report beside each token; None: no log probabilities at all."""
         return None
 
 
@@ -224,22 +224,22 @@ class ChatRequest(GenerationRequest):
 
     @property
     def asked_tokens(self) -> int | None:
-        """The most tokens of an answer; None: as many as fit."""
+        """Maximum tokens of an answer; None: as many as fit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def choice(self) -> SamplingChoice:
-        """How media are sampled whose parts do not say so themselves."""
+        """The sampling of media whose parts choose none."""
         return NO_CHOICE if self.mm_processor_kwargs is None else self.mm_processor_kwargs.choice
 
     @property
     def reasons(self) -> bool | None:
-        """Whether the answer begins with reasoning; None: as the model's template has it."""
+        """True if the answer begins with reasoning; None: the default of the model's template."""
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """The tools that the answer may call; None: there are none.
+        """The tools that the answer may call; None if there are none.
 
         Raises:
             ApiError: fields contradict each other.
@@ -248,7 +248,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
+        """Number of likeliest tokens to report beside each token; None: no log probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -271,8 +271,8 @@ def parse_chat_request(value: object) -> ChatRequest:
     """Validate a decoded JSON body.
 
     Raises:
-        InvalidTypeError: the body is no object.
-        ApiError: 400, naming the first field at fault and what would be right.
+        InvalidTypeError: the body is not an object.
+        ApiError: 400, names the first field at fault and the remedy.
     """
     request = validated(ChatRequest, value, NOT_SERVED, TAGS)
     if request.max_tokens is not None and request.max_completion_tokens is not None:
@@ -289,7 +289,7 @@ def check_together(request: GenerationRequest) -> None:
     """Check fields that depend on one another.
 
     Raises:
-        ApiError: names the one that must change.
+        ApiError: names the field to change.
     """
     most = request.asked_tokens
     if most is not None and (request.min_tokens or 0) > most:

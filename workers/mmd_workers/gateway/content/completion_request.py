@@ -1,4 +1,4 @@
-"""What clients send to /v1/completions: OpenAI's text completions as a pydantic model. Independent of the network and the model."""
+"""OpenAI's text completions as a pydantic model: the body of /v1/completions. Independent of the network and the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mmd_workers.gateway.basics.strict import NotServed, validated
 from mmd_workers.gateway.content.chat_request import GenerationRequest, check_together
 
 MAX_PROMPTS = 64
-MAX_ANSWERS = 64  # of all prompts
-DEFAULT_MAX_TOKENS = 16  # as OpenAI's and vLLM's
+MAX_ANSWERS = 64  # answers to all prompts
+DEFAULT_MAX_TOKENS = 16  # the default of OpenAI and vLLM
 
 TokenIds = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
 Prompt = str | list[int]
@@ -52,27 +52,27 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[tuple[str, Prompt]]:
-        """Each prompt, with the field that it is in."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [("prompt", given)]
-        if isinstance(given[0], int):
-            return [("prompt", given)]
-        return [(f"prompt[{number}]", one) for number, one in enumerate(cast("list[Prompt]", given))]
+        """Each prompt, with its field."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [("prompt", prompt)]
+        if isinstance(prompt[0], int):
+            return [("prompt", prompt)]
+        return [(f"prompt[{number}]", entry) for number, entry in enumerate(cast("list[Prompt]", prompt))]
 
     @property
     def asked_tokens(self) -> int:
-        """The most tokens of an answer."""
+        """Maximum tokens of an answer."""
         return self.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
     def prompt_logprobs(self) -> bool:
-        """Whether the answer begins with the prompt's tokens and their log probabilities."""
+        """True if the answer begins with the prompt's tokens and their log probabilities."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likely tokens are wanted beside each token; None: no log probabilities at all."""
+        """Number of likeliest tokens to report beside each token; None: no log probabilities at all."""
         return self.logprobs
 
 
@@ -88,8 +88,8 @@ def parse_completion_request(value: object) -> CompletionRequest:
     """Validate a decoded JSON body.
 
     Raises:
-        InvalidTypeError: the body is no object.
-        ApiError: 400, naming the first field at fault and what would be right.
+        InvalidTypeError: the body is not an object.
+        ApiError: 400, names the first field at fault and the remedy.
     """
     request = validated(CompletionRequest, value, NOT_SERVED, TAGS)
     check_together(request)

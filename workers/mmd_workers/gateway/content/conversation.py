@@ -1,4 +1,4 @@
-"""The messages of a conversation as clients send them, and as the model's frontend takes them. Independent of the network and the model."""
+"""The messages of a conversation, as clients send them and as the model's frontend takes them. Independent of the network and the model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mmd_workers.gateway.content.parts import (
 )
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of a message; the number of media has a separate limit in the spec
+MAX_PARTS = 4096  # parts of a message; the spec has a separate limit for media
 MAX_ARGUMENT_MARKS = 65_536
-"""Brackets that open, commas and colons in the arguments of all tool calls: more than their values and keys."""
+"""Opening brackets, commas and colons in the arguments of all tool calls: more than their values and keys."""
 _LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
@@ -34,7 +34,7 @@ CallName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def content_kind(value: object) -> str | None:
-    """Which branch of content a value is: text or a list of parts."""
+    """The branch of content that a value belongs to: text or a list of parts."""
     return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
 
 
@@ -58,7 +58,7 @@ ResultContent = Annotated[
 _EMPTY_IN_ANSWERS = frozenset(
     {"refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "parsed"}
 )
-"""Fields of an answer's message that clients send back with null or an empty list in them."""
+"""Fields of an answer's message that clients may send back as null or an empty list."""
 
 
 class _Turn(Strict):
@@ -144,9 +144,9 @@ class ToolMessage(_Turn):
 
 
 def _role_of(value: object) -> str | None:
-    """The role, cut to what an error names: pydantic copies it several times."""
+    """The role, cut to the length in error messages, because pydantic copies it several times."""
     if not isinstance(value, dict):
-        return "user"  # whose error is that it is no object
+        return "user"  # its branch reports that the message is not an object
     role = value.get("role")
     return None if role is None else str(role)[:MAX_NAME_CHARACTERS]
 
@@ -164,7 +164,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 def argument_marks(messages: Sequence[Message]) -> int:
-    """Brackets that open, commas and colons in the arguments of tool calls: at least one for each value and key.
+    """Count the opening brackets, commas and colons in the arguments of tool calls: at least one for each value and key.
 
     Raises:
         ApiError: there are too many.
@@ -185,32 +185,34 @@ def _marks(arguments: str) -> int:
 
 
 def _has_long_number(arguments: str) -> bool:
-    """Whether JSON has a number outside its strings that is too long to be read in linear time. It has at most as many strings as marks: one
-    step of Python for each; what follows more strings than that is never read as JSON."""
+    """True if JSON has a number outside its strings that is too long to be read in linear time.
+
+    JSON has at most as many strings as marks, so the search takes one step for each. Text after more strings than that is never read as JSON.
+    """
     if not _LONG_NUMBER.search(arguments):
         return False
-    at = 0
+    position = 0
     for _ in range(_marks(arguments) + 1):
-        string = _STRING.search(arguments, at)
-        if _LONG_NUMBER.search(arguments, at, string.start() if string else len(arguments)):
+        string = _STRING.search(arguments, position)
+        if _LONG_NUMBER.search(arguments, position, string.start() if string else len(arguments)):
             return True
         if string is None:
             return False
-        at = string.end()
+        position = string.end()
     return False
 
 
 def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[MediaSource]]:
-    """The frontend's messages and the media in order of use.
+    """The frontend's messages, and the media in order of use.
 
-    A message has a role, content as parts of type text, image, video and audio, `reasoning_content`, and what tool calls need, in the shape of
-    Hugging Face's chat templates: the arguments of a call as an object, or as a string where a model has written no JSON.
+    A message has a role, content as parts of type text, image, video and audio, `reasoning_content`, and the fields of tool calls, in the form
+    of Hugging Face's chat templates. A call's arguments are an object, or a string if a model has written invalid JSON.
 
     Raises:
-        ApiError: the arguments of a tool call are no object, or a result is that of no call.
+        ApiError: the arguments of a tool call are not an object, or a result belongs to no call.
     """
     argument_marks(messages)
-    found: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     media: list[MediaSource] = []
     call_ids: set[str] = set()
     for m, message in enumerate(messages):
@@ -234,12 +236,12 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
             turn["tool_call_id"] = message.tool_call_id
             if message.name is not None:
                 turn["name"] = message.name
-        found.append(turn)
-    return found, media
+        turns.append(turn)
+    return turns, media
 
 
 def _content(message: Message, where: str, media: list[MediaSource]) -> list[dict[str, Any]]:
-    """The parts of a message; its media are added to `media`."""
+    """The parts of a message. Its media are appended to `media`."""
     content = message.content
     if content is None and isinstance(message, AnswerMessage):
         content = message.refusal
@@ -259,7 +261,7 @@ def _content(message: Message, where: str, media: list[MediaSource]) -> list[dic
 
 
 def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, ToolCall]]:
-    """Each tool call, with the field of its arguments."""
+    """Yield each tool call, with the field of its arguments."""
     for m, message in enumerate(messages):
         if isinstance(message, AnswerMessage):
             for c, call in enumerate(message.tool_calls or ()):
@@ -267,16 +269,16 @@ def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, ToolCall]]:
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:
-    """A call for the template. Arguments that begin as an object and cannot be read are a string: a model may have written them so, or been cut."""
+    """A call for the template. Arguments that begin like an object but are invalid stay a string: a model may have written or cut them so."""
     param = f"{where}.function.arguments"
-    written = call.function.arguments
-    arguments: Any = written
+    source = call.function.arguments
+    arguments: Any = source
     try:
-        if _has_long_number(written):
+        if _has_long_number(source):
             raise ValueError(f"a number has more than {MAX_DIGITS} digits")
-        arguments = from_json(written or "{}", allow_inf_nan=False)
+        arguments = from_json(source or "{}", allow_inf_nan=False)
     except ValueError as error:
-        if not written.startswith("{"):
+        if not source.startswith("{"):
             raise ApiError(
                 InvalidValueError(f"{param}: no valid JSON: {str(error)[:200]}; send an object as JSON"),
                 param=param,

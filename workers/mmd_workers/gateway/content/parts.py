@@ -1,6 +1,7 @@
-"""The parts of a message's content, and the medium that each of them is. Independent of the network and the model.
+"""The parts of a message's content, and the media they stand for. Independent of the network and the model.
 
-A part is one class here and one line of `_Part`: the tags of the unions, the error about an unknown type and the check of docs/api.md follow.
+Each part is a class here and a line of `_Part`. The tags of the unions, the error about an unknown type and the check of docs/api.md follow
+from these.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from mmd_workers.gateway.basics.strict import MAX_NAME_CHARACTERS, Explained, Ig
 from mmd_workers.media.choice import NO_CHOICE, FrameSampling, SamplingChoice
 from mmd_workers.media.medium import MediumKind
 
-MAX_FRAMES = 4096  # of a video, that a resource can allow
+MAX_FRAMES = 4096  # maximum frames of a video that a resource can allow
 Url = Annotated[str, Field(min_length=1)]
 FileId = Annotated[str, Field(min_length=1, max_length=64)]
 SourceKind = MediumKind | Literal["file"]
-"""What a part declares: a medium, a document that becomes an image for each page, or a file that is whichever of these its bytes are."""
+"""What a part declares: a medium, a document whose pages become images, or a file whose bytes decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """One medium of a request as given. `param` names the field that holds it, and `part` the object with the fields of `choice`; `url` is
-    http(s) or data, or empty where `file_id` names an uploaded file. `pages`: of a document; empty: all.
+    """One medium of a request as given.
+
+    `param`: the field that holds it. `part`: the object with the fields of `choice`. `url`: http(s) or data; empty if `file_id` names an
+    uploaded file. `pages`: of a document; empty: all.
     """
 
     modality: SourceKind
@@ -40,13 +43,13 @@ class MediaSource:
 
     @property
     def kind(self) -> MediumKind:
-        """Of a source whose file has been looked at."""
+        """The kind of a source whose file has been examined."""
         assert self.modality != "file", "a file's kind is not known yet"
         return self.modality
 
     @property
     def medium(self) -> Modality:
-        """What the model gets: of a document, images."""
+        """The modality that the model gets; a document becomes images."""
         return "image" if self.kind == "document" else self.kind
 
 
@@ -93,7 +96,7 @@ class PixelFields(Strict):
         return self
 
     def choice_of_pixels(self, detail: str | None = None) -> SamplingChoice:
-        """What these fields and the detail choose."""
+        """The sampling that these fields and the detail choose."""
         low = detail == "low" and self.max_pixels is None
         return SamplingChoice(min_pixels=self.min_pixels, max_pixels=self.max_pixels, low_detail=low)
 
@@ -111,7 +114,7 @@ class ImageUrlPart(PixelFields):
     image_url: ImageUrl
 
     def source(self, param: str) -> MediaSource:
-        """The image."""
+        """The image as a source."""
         choice = self.choice_of_pixels(self.image_url.detail)
         return MediaSource("image", f"{param}.image_url.url", self.image_url.url, choice, param)
 
@@ -130,7 +133,7 @@ class InputImagePart(PixelFields):
         return self
 
     def source(self, param: str) -> MediaSource:
-        """The image."""
+        """The image as a source."""
         field, choice = "file_id" if self.file_id else "image_url", self.choice_of_pixels(self.detail)
         return MediaSource(
             "image", f"{param}.{field}", self.image_url or "", choice, param, self.file_id or ""
@@ -166,7 +169,7 @@ class FilePart(PixelFields):
     pages: Pages = None
 
     def source(self, param: str) -> MediaSource:
-        """The file."""
+        """The file as a source."""
         field = "file_id" if self.file.file_id else "file_data"
         url = _data_url(self.file.file_data) if self.file.file_data else ""
         choice, pages = self.choice_of_pixels(), self.pages or ""
@@ -192,7 +195,7 @@ class InputFilePart(PixelFields):
         return self
 
     def source(self, param: str) -> MediaSource:
-        """The file."""
+        """The file as a source."""
         choice, pages = self.choice_of_pixels(self.detail), self.pages or ""
         if self.file_url:
             return MediaSource("document", f"{param}.file_url", self.file_url, choice, param, "", pages)
@@ -207,7 +210,7 @@ def _check_one(part: Strict, *names: str) -> None:
 
 
 def _data_url(data: str) -> str:
-    """Some clients send the base64 alone."""
+    """The data as a data URL; some clients send only the base64."""
     return data if data[:5].lower() == "data:" else f"data:application/octet-stream;base64,{data}"
 
 
@@ -232,7 +235,7 @@ class FrameFields(Strict):
         return self
 
     def choice_of_frames(self) -> SamplingChoice:
-        """What these fields choose."""
+        """The sampling that these fields choose."""
         return SamplingChoice(self.fps, self.num_frames, self.max_frames, sampling=self.sampling)
 
 
@@ -247,7 +250,7 @@ class ProcessorKwargs(FrameFields, PixelFields):
 
     @property
     def choice(self) -> SamplingChoice:
-        """What these fields choose."""
+        """The sampling that these fields choose."""
         choice = self.choice_of_frames().or_else(self.choice_of_pixels())
         return replace(choice, with_sound=bool(self.use_audio_in_video))
 
@@ -287,7 +290,7 @@ class VideoUrlPart(FrameFields):
         return self
 
     def source(self, param: str) -> MediaSource:
-        """The video."""
+        """The video as a source."""
         choice = self.choice_of_frames()
         if self.timestamps is not None:
             choice = replace(choice, timestamps=tuple(self.timestamps))
@@ -301,7 +304,7 @@ class AudioUrlPart(Strict):
     audio_url: MediaUrl
 
     def source(self, param: str) -> MediaSource:
-        """The sound."""
+        """The sound as a source."""
         return MediaSource("audio", f"{param}.audio_url.url", self.audio_url.url)
 
 
@@ -319,7 +322,7 @@ class InputAudioPart(Strict):
     input_audio: InputAudio
 
     def source(self, param: str) -> MediaSource:
-        """The sound, as a data URL."""
+        """The sound as a source with a data URL."""
         sound = self.input_audio
         return MediaSource(
             "audio", f"{param}.input_audio.data", f"data:audio/{sound.format};base64,{sound.data}"
@@ -327,7 +330,7 @@ class InputAudioPart(Strict):
 
 
 def type_of(value: object) -> str | None:
-    """The part's type, cut to what an error names: pydantic copies it several times."""
+    """The part's type, cut to the length in error messages, because pydantic copies it several times."""
     kind = value.get("type") if isinstance(value, dict) else None
     return None if kind is None else str(kind)[:MAX_NAME_CHARACTERS]
 
@@ -347,9 +350,9 @@ AnyPart = _Part | Annotated[RefusalPart, Tag("refusal")]
 
 ContentPart = Annotated[_Part, Discriminator(type_of)]
 AnswerPart = Annotated[AnyPart, Discriminator(type_of)]
-"""What an assistant's message may have, too."""
+"""A part of an assistant's message."""
 ResultPart = Annotated[_Text, Discriminator(type_of)]
-"""What the result of a tool call may have."""
+"""A part of a tool call's result."""
 
 
 def _tags(union: object) -> tuple[str, ...]:
@@ -357,6 +360,6 @@ def _tags(union: object) -> tuple[str, ...]:
 
 
 PART_TYPES = _tags(_Part)
-"""Every type of part of a user's message, in the order in which errors name them."""
+"""Types of the parts of a user's message, in the order of error messages."""
 ANSWER_PART_TYPES = _tags(AnyPart)
-"""Every type of part."""
+"""Types of all parts."""

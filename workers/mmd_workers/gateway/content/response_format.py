@@ -1,4 +1,4 @@
-"""The form that an answer must have: OpenAI's `response_format` and vLLM's `structured_outputs`, as the grammar that workers follow."""
+"""The form of an answer: OpenAI's `response_format` and vLLM's `structured_outputs`, as the grammar that workers follow."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mmd_workers.model.grammar import Grammars
 
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARACTERS = 4096
-MAX_CHOICES_CHARACTERS = 32_768  # of all, with their escapes
+MAX_CHOICES_CHARACTERS = 32_768  # characters of all choices, escapes included
 MAX_INTEGER = 2**53
-MAX_REFUSED = 256  # grammars that are refused without another look
+MAX_REFUSED = 256  # refused grammars that are remembered
 OBJECT = '{"type":"object"}'
 
 
 def as_json(schema: dict[str, Any]) -> str:
-    """As JSON, which is what travels: the parsed schema would take ten times as much for as long as the request lasts."""
+    """The schema as JSON. A parsed schema would take ten times the memory for as long as the request lasts."""
     source = json.dumps(schema, separators=(",", ":"))
     if len(source) > MAX_GRAMMAR_CHARACTERS:
         raise PydanticCustomError(
@@ -41,14 +41,14 @@ def exact_integers(source: str) -> str:
     """The schema, if the library keeps all of its integers.
 
     Raises:
-        PydanticCustomError: it has one that is too large.
+        PydanticCustomError: an integer is too large.
     """
     json.loads(source, parse_int=_exact)
     return source
 
 
 def _exact(digits: str) -> int:
-    """The library reads integers as floating-point numbers, and would make the model answer another one."""
+    """Refuse an integer that the library would change: it reads integers as floating-point numbers."""
     if abs(number := int(digits)) > MAX_INTEGER:
         raise PydanticCustomError(
             "too_large", f"the schema has an integer beyond ±{MAX_INTEGER}; use a smaller one, or a string"
@@ -85,7 +85,7 @@ class ResponseFormat(Strict):
         return self
 
     def grammar(self) -> tuple[Grammar, str] | None:
-        """What the answer must match, and the field it comes from; None for text."""
+        """The grammar of the answer, and the field that sets it; None for text."""
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -114,7 +114,7 @@ class StructuredOutputs(Strict):
         return self
 
     def as_grammar(self) -> tuple[Grammar, str]:
-        """What the answer must match, and the field it comes from."""
+        """The grammar of the answer, and the field that sets it."""
         if self.source is not None:
             source: Any = self.source
             return Grammar("json_schema", source), "structured_outputs.json"
@@ -130,20 +130,21 @@ class StructuredOutputs(Strict):
 
 
 class GrammarCheck:
-    """Accepts grammars that the workers will be able to follow: compiles them as they do, and follows them to their first tokens. One that
-    is new is first compiled where it can do no harm, and one that has been refused lately is refused at once.
+    """Accepts only grammars that the workers can follow: compiles them as workers do, and follows them to their first tokens.
+
+    A new grammar is first compiled where it can do no harm. A recently refused one is refused at once.
     """
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digest, why; the newest last
-        self._place = asyncio.Lock()  # compilations take a core each
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # reason by digest, the newest last
+        self._place = asyncio.Lock()  # each compilation takes a core
 
     async def check(self, grammar: Grammar, param: str) -> None:
-        """Compile it on other threads and processes, one after the other; one that is known waits for none.
+        """Compile a grammar on other threads and processes, one at a time; a known grammar does not wait.
 
         Raises:
-            ApiError: it cannot be compiled, takes too much, or this model has no tokenizer for it; names the field.
+            ApiError: it cannot be compiled, costs too much, or this model has no tokenizer for it; names the field.
         """
         digest = hashlib.sha256(f"{grammar.type} {grammar.source}".encode("utf-8", "surrogatepass")).digest()
         try:
@@ -156,17 +157,17 @@ class GrammarCheck:
             raise ApiError(unsupported, param=param) from error
 
     def _is_known(self, grammar: Grammar, digest: bytes) -> bool:
-        """Raises GrammarFailedError where what is known is a refusal."""
-        if (why := self._refused.get(digest)) is not None:
+        """True if the grammar is compiled already. Raises GrammarFailedError if it has been refused."""
+        if (reason := self._refused.get(digest)) is not None:
             self._refused.move_to_end(digest)
-            raise GrammarFailedError(why)
+            raise GrammarFailedError(reason)
         return grammar in self._grammars
 
     async def _compile(self, grammar: Grammar, digest: bytes) -> None:
         await self._place.acquire()
         compiling: asyncio.Task[object] | None = None
         try:
-            if self._is_known(grammar, digest):  # by now
+            if self._is_known(grammar, digest):  # another request may have compiled it meanwhile
                 return
             await try_out(grammar)
             compiling = asyncio.create_task(self._compile_here(grammar, digest))
@@ -177,7 +178,7 @@ class GrammarCheck:
         finally:
             if compiling is None:
                 self._place.release()
-        # The thread goes on when the request is cancelled, and has the place until it has ended.
+        # The thread continues if the request is cancelled, and keeps the lock until it has ended.
         compiling.add_done_callback(lambda _: self._place.release())
         await asyncio.shield(compiling)
 
@@ -187,11 +188,11 @@ class GrammarCheck:
         except GrammarFailedError as error:
             raise self._refuse(digest, _cannot(error)) from error
 
-    def _refuse(self, digest: bytes, why: str) -> GrammarFailedError:
-        self._refused[digest] = why
+    def _refuse(self, digest: bytes, reason: str) -> GrammarFailedError:
+        self._refused[digest] = reason
         while len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
-        return GrammarFailedError(why)
+        return GrammarFailedError(reason)
 
 
 def _cannot(error: GrammarFailedError) -> str:

@@ -1,5 +1,6 @@
-"""Tools that the model may call: OpenAI's `tools` and `tool_choice`, as the chat template takes them and as the grammar of calls that must match
-their schemas. Independent of the network.
+"""Tools that the model may call: OpenAI's `tools` and `tool_choice`. Independent of the network.
+
+Converts them to the form of chat templates, and to the grammar of calls whose arguments must match the tools' schemas.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS, CallPars
 from mmd_workers.gateway.content.response_format import OBJECT, as_json, exact_integers
 from mmd_workers.model.tool_calls import Spelling
 
-MAX_TOOLS = 128  # as OpenAI allows
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_DESCRIPTION_CHARACTERS = 16_384
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -30,7 +31,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 def _parameters(schema: dict[str, Any]) -> str:
-    """The schema of an object, as JSON."""
+    """Check that a schema describes an object, and return it as JSON."""
     if schema.get("type", "object") != "object":
         raise PydanticCustomError(
             "not_an_object", "the schema's type must be 'object'; make what it describes a property"
@@ -89,7 +90,7 @@ class AllowedToolChoice(Strict):
 
 
 def choice_kind(value: object) -> str | None:
-    """Which branch of a choice a value is."""
+    """The branch of a choice that a value belongs to."""
     if isinstance(value, str):
         return "word"
     if not isinstance(value, dict):
@@ -114,7 +115,7 @@ CHOICE_TAGS = frozenset({"word", "named", "allowed"})
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, and which of them the answer may call. `forced`: it consists of calls. `parallel`: it may have several."""
+    """The tools of a request, and those the answer may call. `forced`: it consists of calls. `parallel`: it may have several."""
 
     tools: tuple[FunctionTool, ...]
     allowed: frozenset[str]
@@ -123,29 +124,29 @@ class ToolUse:
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
-        """All tools, in the shape of Hugging Face's chat templates."""
-        found: list[dict[str, Any]] = []
+        """All tools, in the form of Hugging Face's chat templates."""
+        rendered: list[dict[str, Any]] = []
         for tool in self.tools:
             function: dict[str, Any] = {"name": tool.name}
             if tool.description is not None:
                 function["description"] = tool.description
             function["parameters"] = json.loads(_source(tool))
-            found.append({"type": "function", "function": function})
-        return found
+            rendered.append({"type": "function", "function": function})
+        return rendered
 
     @property
     def characters(self) -> int:
-        """Of all tools in the prompt, at least."""
+        """Lower bound of the characters of all tools in the prompt."""
         return sum(len(tool.description or "") + len(_source(tool)) for tool in self.tools)
 
     @property
     def marks(self) -> int:
-        """Brackets that open, commas and colons in all schemas: at least one for each value and key."""
+        """Opening brackets, commas and colons in all schemas: at least one for each value and key."""
         return sum(1 + sum(map(_source(tool).count, "[{,:")) for tool in self.tools)
 
     @property
     def field(self) -> str | None:
-        """The field for which the answer must match a grammar; None: it is free."""
+        """The field that makes the answer match a grammar; None if the answer is free."""
         if self.forced or len(self.allowed) < len(self.tools):
             return "tool_choice"
         if any(tool.strict for tool in self.tools):
@@ -153,14 +154,14 @@ class ToolUse:
         return None if self.parallel else "parallel_tool_calls"
 
     def parsers(self, spelling: Spelling) -> Callable[[], CallParser]:
-        """Makes what reads the calls of one answer, without keeping the tools themselves."""
+        """A factory of parsers for the calls of one answer. It does not keep the tools themselves."""
         return partial(CallParser, spelling, self.allowed, most=MAX_TOOL_CALLS if self.parallel else 1)
 
     def grammar(self, spelling: Spelling, answer: Grammar | None) -> Grammar | None:
-        """What the answer must match: calls, or unless they are forced `answer` or any text before calls. None: it is free.
+        """The grammar of the answer: calls or, unless they are forced, `answer` or any text before calls. None if the answer is free.
 
         Raises:
-            ApiError: the schemas are too long, or have a number that the library changes.
+            ApiError: the schemas are too long, or have a number that the library would change.
         """
         if self.field is None and answer is None:
             return None
@@ -196,10 +197,10 @@ class ToolUse:
 def tool_use(
     tools: Sequence[Tool] | None, choice: Any | None, parallel_tool_calls: bool | None
 ) -> ToolUse | None:
-    """What a request's fields say together; None: nothing can be called.
+    """Combine a request's fields about tools; None if nothing can be called.
 
     Raises:
-        ApiError: they contradict each other; names the field.
+        ApiError: the fields contradict each other; names the field.
     """
     names = [tool.function.name for tool in tools or ()]
     for number, name in enumerate(names):
@@ -232,12 +233,12 @@ def tool_use(
 
 
 def _source(tool: FunctionTool) -> str:
-    parameters: Any = tool.parameters  # JSON since it was validated
+    parameters: Any = tool.parameters  # JSON text after validation
     return json.dumps(NO_PARAMETERS) if parameters is None else str(parameters)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, without arguments that it does not name, unless it says something about them."""
+    """The schema without arguments that it does not name, unless it has rules for these."""
     open_ended = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
     if "properties" not in schema or not open_ended.isdisjoint(schema):
         return schema
@@ -245,18 +246,18 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answer: bool) -> str:
-    """In the library's language: calls of tools, which are `called` so, as the model writes them.
+    """The grammar's rules in the library's language. `called`: the tool calls as the model writes them.
 
-    Text goes on until a call begins: a marker that is a token is no part of it, another one ends it where it is complete.
+    Text continues until a call begins. A marker that is a token does not belong to the text. Any other marker ends the text once complete.
     """
     form = spelling.form
     begin, opened = _quoted(spelling.begin, spelling), _quoted(spelling.open, spelling)
     close, end = _quoted(spelling.close, spelling), _quoted(spelling.end, spelling)
-    more = ""
+    repeats = ""
     if use.parallel and form.separator is not None:
         separator = _quoted(form.separator, spelling)
-        more = f"({separator} {opened} called {close}){{0,{MAX_TOOL_CALLS - 1}}}"
-    rest = f"called {close} {more} {end}"
+        repeats = f"({separator} {opened} called {close}){{0,{MAX_TOOL_CALLS - 1}}}"
+    rest = f"called {close} {repeats} {end}"
     rules = [f"called: {' | '.join(called)}", f"calls: {begin} {opened} {rest}"]
     if use.forced:
         starts = ["calls"]
@@ -277,10 +278,12 @@ def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answe
 
 
 def _quoted(text: str, spelling: Spelling) -> str:
-    """A text in the library's language, its tokens by their ids; empty where the text is."""
-    found = min(((at, token) for token in spelling.tokens if (at := text.find(token)) >= 0), default=None)
-    if found is None:
+    """A text in the library's language, with its tokens by id; empty for an empty text."""
+    first = min(
+        ((index, token) for token in spelling.tokens if (index := text.find(token)) >= 0), default=None
+    )
+    if first is None:
         return json.dumps(text) if text else ""
-    at, token = found
-    before, after = _quoted(text[:at], spelling), _quoted(text[at + len(token) :], spelling)
+    index, token = first
+    before, after = _quoted(text[:index], spelling), _quoted(text[index + len(token) :], spelling)
     return " ".join(part for part in (before, f"<[{spelling.tokens[token]}]>", after) if part)

@@ -1,4 +1,4 @@
-"""What the surfaces beside chat completions share: their requests become chats, and faults name the fields that their clients sent."""
+"""Turns requests of other APIs into chats. Faults name the fields that the clients sent."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _PLACE = re.compile(r"\[(\d+)\]")
 
 
 def refuse_types(entries: Iterable[tuple[str, object]], known: Iterable[str], remedy: str) -> None:
-    """Refuse entries of other types, each with its field.
+    """Refuse entries of unknown types, and name the field.
 
     Raises:
-        ApiError: names the first one.
+        ApiError: names the first such entry.
     """
     for param, entry in entries:
         kind = entry.get("type") if isinstance(entry, dict) else None
@@ -50,7 +50,7 @@ def refuse_types(entries: Iterable[tuple[str, object]], known: Iterable[str], re
 
 
 def entries_of(value: object, name: str, spelling: str) -> Iterator[tuple[str, object]]:
-    """Every entry of a list in a body, both of which may be anything, with its field."""
+    """Yield the entries of a list in a body, each with its field. The body and the entries are not validated yet."""
     entries = value.get(name) if isinstance(value, dict) else None
     for number, entry in enumerate(entries if isinstance(entries, list) else ()):
         yield spelling.format(number), entry
@@ -58,8 +58,10 @@ def entries_of(value: object, name: str, spelling: str) -> Iterator[tuple[str, o
 
 @dataclass(frozen=True, slots=True)
 class FieldPlace:
-    """Where a message of a chat comes from, in the client's fields. `parts`: numbers of its parts there, where they differ. `calls`: the
-    fields of its calls' arguments. `result`: the field of the id of the call whose result it is.
+    """The origin of a chat message in the client's fields.
+
+    `parts`: the client's numbers of its parts, if they differ. `calls`: the fields of its calls' arguments. `result`: the field with the id
+    of the call whose result it is.
     """
 
     content: str
@@ -67,23 +69,23 @@ class FieldPlace:
     calls: Sequence[str] = ()
     result: str = ""
 
-    def field(self, found: re.Match[str]) -> str:
-        """The field that a chat calls so."""
-        if found["call"] is not None:
-            return self.calls[int(found["call"])]
-        if found["result"] is not None:
+    def field(self, match: re.Match[str]) -> str:
+        """The client's field for a matched field of the chat."""
+        if match["call"] is not None:
+            return self.calls[int(match["call"])]
+        if match["result"] is not None:
             return self.result
-        if found["part"] is not None:
-            part = int(found["part"])
+        if match["part"] is not None:
+            part = int(match["part"])
             return f"{self.content}[{part if self.parts is None else self.parts[part]}]"
-        return self.content if found["content"] else self.content.removesuffix(".content")
+        return self.content if match["content"] else self.content.removesuffix(".content")
 
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """How a client spells the fields of a chat that its request became.
+    """The client's names for the fields of a chat that was made from its request.
 
-    `places`: of its messages. `fields`: other fields by their names in the chat. `dotted`: places in lists are spelled `.0`, not `[0]`.
+    `places`: origins of the messages. `fields`: other fields, by their names in the chat. `dotted`: indexes are written `.0`, not `[0]`.
     """
 
     places: Sequence[FieldPlace]
@@ -91,20 +93,20 @@ class FieldNames:
     dotted: bool = False
 
     def spelled(self, param: str) -> str:
-        """The client's name of a field of the chat."""
-        if found := _IN_MESSAGE.match(param):
-            param = self.places[int(found["message"])].field(found) + param[found.end() :]
+        """The client's name for a field of the chat."""
+        if match := _IN_MESSAGE.match(param):
+            param = self.places[int(match["message"])].field(match) + param[match.end() :]
         elif _IN_TOOL.match(param):
-            before, _, last = param.rpartition(".")
-            before = before.removesuffix(".function").replace(".allowed_tools", "")
-            param = f"{before}.{self.fields.get(last, last)}"
+            path, _, last = param.rpartition(".")
+            path = path.removesuffix(".function").replace(".allowed_tools", "")
+            param = f"{path}.{self.fields.get(last, last)}"
         else:
             param = self.fields.get(param, param)
         return _PLACE.sub(r".\1", param) if self.dotted else param
 
     @contextlib.contextmanager
     def in_faults(self) -> Iterator[None]:
-        """Rename the field of a fault that is raised meanwhile."""
+        """Rename the field of a fault raised in this context."""
         try:
             yield
         except ApiError as error:
@@ -117,25 +119,25 @@ ChatRole = Literal["user", "assistant", "system", "developer"]
 
 
 def message_of(role: ChatRole, content: Any) -> Message:
-    """The message of a chat with this content, which has been validated."""
+    """A chat message with this content, which is already validated."""
     if role == "assistant":
         return AnswerMessage.model_construct(role=role, content=content)
     return PromptMessage.model_construct(role=role, content=content)
 
 
 def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
-    """The call of a chat. `arguments`: as JSON."""
+    """A tool call of a chat. `arguments`: as JSON."""
     function = CalledFunction.model_construct(name=name, arguments=arguments)
     return ToolCall.model_construct(id=call_id, type="function", function=function)
 
 
 def result_of(call_id: str, content: Any) -> ToolMessage:
-    """The message of a chat with the result of a call. `content`: text, or parts of text."""
+    """A chat message with the result of a call. `content`: text, or parts of text."""
     return ToolMessage.model_construct(role="tool", tool_call_id=call_id, content=content or "")
 
 
 def tool_of(name: str, description: str | None, parameters: Any, strict: bool | None) -> Tool:
-    """The tool of a chat. `parameters`: as JSON."""
+    """A tool of a chat. `parameters`: as JSON."""
     function = FunctionTool.model_construct(
         name=name, description=description, parameters=parameters, strict=strict
     )
@@ -143,7 +145,7 @@ def tool_of(name: str, description: str | None, parameters: Any, strict: bool | 
 
 
 def named_tool(name: str) -> NamedTool:
-    """The choice of a tool in a chat."""
+    """A chat's choice of a tool."""
     return NamedTool.model_construct(type="function", function=NamedFunction.model_construct(name=name))
 
 
@@ -151,14 +153,14 @@ _Entry = TypeVar("_Entry")
 
 
 def consumed(entries: MutableSequence[_Entry]) -> Iterator[_Entry]:
-    """All entries, each of which is dropped: the memory for a body has no room for them beside the messages that they become."""
+    """Yield all entries, and drop each one: a body's memory does not suffice for the entries beside the messages made from them."""
     entries.reverse()
     while entries:
         yield entries.pop()
 
 
 class Translation:
-    """The messages of a chat as they are made of another surface's, each with its place."""
+    """The messages of a chat made from another API's request, each with its origin."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -168,7 +170,7 @@ class Translation:
         """Add a message.
 
         Raises:
-            ApiError: there are too many; names the place.
+            ApiError: there are too many messages; names the field.
         """
         if len(self.messages) >= MAX_MESSAGES:
             raise fault(
@@ -180,17 +182,17 @@ class Translation:
 
 
 def check_number_of_calls(calls: Sequence[ToolCall], param: str) -> None:
-    """Check that one message may have so many calls.
+    """Check the number of calls in one message.
 
     Raises:
-        ApiError: it may not; names the field.
+        ApiError: there are too many; names the field.
     """
     if len(calls) > MAX_TOOL_CALLS:
         raise fault(param, f"more than {MAX_TOOL_CALLS} calls of tools in one message; send fewer")
 
 
 def fault(param: str, message: str) -> ApiError:
-    """An invalid value of this field."""
+    """The error for an invalid value of this field."""
     return ApiError(InvalidValueError(f"{param}: {message}"), param=param)
 
 
@@ -201,6 +203,6 @@ class TranslatedRequest(ChatRequest):
 
     names: FieldNames
     must_reason: bool = False
-    """Whether only a model that reasons may answer."""
+    """True if only a model that reasons may answer."""
     given: Any = None
-    """What of the request its answer repeats."""
+    """The parts of the request that its answer repeats."""

@@ -1,1 +1,1 @@
-"""From a validated request to an exact prompt: media fetched, probed and held, files, placeholders, limits. Knows no HTTP, and places nothing."""
+"""From a validated request to an exact prompt: media fetched, probed and held, placeholders laid out, limits checked. Knows no HTTP, and places nothing."""

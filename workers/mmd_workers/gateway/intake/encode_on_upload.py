@@ -1,8 +1,8 @@
-"""Has uploaded files encoded before anybody asks about them, so that the first question finds their features in the encoders' cache.
+"""Encodes uploaded files ahead of time, so that the first question about a file finds its features in the encoders' cache.
 
-It never delays a request or an upload: one file at a time, only while no encode job waits and with memory that nobody else wants, and a file that
-has no turn in time is left to its first question. The gateway takes the place of the pod that wants a feature; what it is offered it declines as if it had it, and the encoder
-keeps it. Independent of HTTP.
+It never delays a request or an upload. It encodes one file at a time, only while no encode job waits, and only with memory nobody else
+needs. A file without a turn in time is left to its first question. The gateway acts as the pod that wants a feature, and declines the
+offer as if it had it already; the encoder keeps the feature. Independent of HTTP.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from mmd_workers.wire.messages.prefill import (
 )
 from mmd_workers.wire.stored_files import StoredFile
 
-MAX_WAITING = 256  # files; of more that are uploaded at once the oldest are left to their first question
-TURN_SECONDS = 120.0  # from an upload to the last moment at which its file may begin
+MAX_WAITING = 256  # files; the oldest beyond that are left to their first question
+TURN_SECONDS = 120.0  # from the upload of a file to the latest start of its encoding
 FILE_SECONDS = 120.0  # for all pages of a document
 JOB_SECONDS = 60.0
-LOOK_SECONDS = 0.5  # as often as the queue's depth is read
+LOOK_SECONDS = 0.5  # between readings of the queue's depth
 
 _log = logging.getLogger(__name__)
 
 
 class EncodeOnUpload:
-    """Encodes files with the sampling that a question without any choice gets. `is_busy()`: whether requests wait for encoders."""
+    """Encodes files with the sampling of a question that chooses none. `is_busy()`: True while requests wait for encoders."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class EncodeOnUpload:
         self._queue = EncodeQueue(bus)
         self._waiting: deque[tuple[StoredFile, float]] = deque(maxlen=MAX_WAITING)
         self._arrived = asyncio.Event()
-        self._jobs: dict[str, tuple[str, asyncio.Future[None]]] = {}  # of features: their job, and its end
+        self._jobs: dict[str, tuple[str, asyncio.Future[None]]] = {}  # job id and end, by feature id
         self._subscriptions: list[Subscription] = []
         self._log = RateLimitedLog(_log)
 
     def add(self, stored: StoredFile) -> None:
-        """Encode a file when its turn comes."""
+        """Queue a file for encoding."""
         self._waiting.append((stored, time.monotonic()))
         self._arrived.set()
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Encode queued files until cancelled."""
         subjects, serve = self._bus.subjects, self._bus.serve
         self._subscriptions = [
             await serve(subjects.embedding(self._pod), EmbeddingOffer, self._offered),
@@ -80,9 +80,9 @@ class EncodeOnUpload:
                 self._arrived.clear()
                 await self._arrived.wait()
             stored, since = self._waiting.popleft()
-            left = since + TURN_SECONDS - time.monotonic()
+            remaining_seconds = since + TURN_SECONDS - time.monotonic()
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining_seconds):
                     await self._until_idle()
                 async with asyncio.timeout(FILE_SECONDS):
                     await self._encode(stored)
@@ -90,7 +90,7 @@ class EncodeOnUpload:
                 self._log.warning("encode", f"{stored.file_id} was not encoded on upload: encoders are busy")
             except (MmdError, ApiError) as error:
                 self._log.warning("encode", f"{stored.file_id} was not encoded on upload: {error.message}")
-            except Exception as error:  # noqa: BLE001 - its first question finds out what is wrong
+            except Exception as error:  # noqa: BLE001 - the file's first question reports the fault
                 self._log.warning("encode", f"{stored.file_id} was not encoded on upload: {error}", error)
 
     async def _until_idle(self) -> None:
@@ -98,19 +98,19 @@ class EncodeOnUpload:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _encode(self, stored: StoredFile) -> None:
-        """The bytes are held here until encoders have read them, and let go while requests keep encoders busy."""
-        done = 0
+        """Encode a file. Its bytes are held until encoders have read them, and released while requests keep encoders busy."""
+        num_encoded = 0
         while True:
             await self._until_idle()
             reservation = self._hold.reservation(waits=False)
             try:
                 features = await self._intake.features_of(stored, reservation)
-                while done < len(features) and not self._is_busy():
-                    await self._one(features[done], stored.file_id)
-                    done += 1
+                while num_encoded < len(features) and not self._is_busy():
+                    await self._one(features[num_encoded], stored.file_id)
+                    num_encoded += 1
             finally:
                 reservation.release()
-            if done == len(features):
+            if num_encoded == len(features):
                 return
 
     async def _one(self, feature: FeatureRef, file_id: str) -> None:
@@ -137,7 +137,7 @@ class EncodeOnUpload:
             self._jobs.pop(feature.feature_id, None)
 
     async def _offered(self, offer: EmbeddingOffer) -> EmbeddingGrant:
-        """The encoder has the feature in its cache now."""
+        """Decline an offer: the encoder now has the feature in its cache."""
         job = self._jobs.get(offer.feature_id)
         if job is not None and not job[1].done():
             job[1].set_result(None)

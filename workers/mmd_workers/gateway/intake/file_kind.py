@@ -1,4 +1,7 @@
-"""What an uploaded file is, by its first bytes: of a container that may hold video or sound alone, what its sender says it is. Opens nothing."""
+"""Detects the kind of an uploaded file by its first bytes, and by the sender's declaration if these are ambiguous. Opens nothing.
+
+A container that may hold video or sound alone is ambiguous.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ HEAD_BYTES = 4096
 
 
 def kind_of(head: bytes, content_type: str, filename: str) -> MediumKind:
-    """The kind of a file, of which `head` is the beginning.
+    """The kind of a file that begins with `head`.
 
     Raises:
-        BadMediaError: no format that is served.
+        BadMediaError: the format is not supported.
     """
     container = sniff(head)
     if container == DOCUMENT:
@@ -27,9 +30,9 @@ def kind_of(head: bytes, content_type: str, filename: str) -> MediumKind:
         raise BadMediaError(
             f"file: unknown format (its first bytes match no supported format); send one of: {served}"
         )
-    for named in (content_type, mimetypes.guess_type(filename)[0] or ""):
-        main = named.partition("/")[0].strip().lower()
+    for media_type in (content_type, mimetypes.guess_type(filename)[0] or ""):
+        main_type = media_type.partition("/")[0].strip().lower()
         for kind in kinds:
-            if kind == main:
+            if kind == main_type:
                 return kind
     return kinds[0]

@@ -24,11 +24,11 @@ HEAD_CHARACTERS = HEAD_BYTES // 3 * 4
 
 
 class FileMedia:
-    """The media of one request, of which some are uploaded files of `tenant`. `files`: None where nobody uploads any."""
+    """The media of one request, some of them uploaded files of `tenant`. `files`: None if the deployment stores none."""
 
     def __init__(self, files: Files | None, tenant: str) -> None:
         self._files, self._tenant = files, tenant
-        self._found: dict[str, StoredFile] = {}
+        self._stored_files: dict[str, StoredFile] = {}
         self._reads: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._bytes: dict[str, bytes] = {}
 
@@ -36,25 +36,25 @@ class FileMedia:
         """The sources, with the kind of each file.
 
         Raises:
-            ApiError: a file does not exist, or is no medium or of another kind than its part; names the part.
+            ApiError: a file does not exist, is no medium, or is of another kind than its part; names the part.
         """
         file_ids = {source.file_id for source in sources if source.file_id}
         if self._files is not None and file_ids:
-            self._found |= await self._files.find_each(self._tenant, file_ids)
+            self._stored_files |= await self._files.find_each(self._tenant, file_ids)
         return [await self._settled(source) if _is_open(source) else source for source in sources]
 
     async def bytes_of(self, source: MediaSource, policy: MediaPolicy, reserve: Reserve) -> bytes:
-        """The bytes of a settled source: of several with one file the same object. `reserve(more_bytes)` is called before more are held.
+        """The bytes of a settled source; the same object for all sources with one file. `reserve(more_bytes)` is called before more are held.
 
         Raises:
             FetchError, OverloadedError: see `fetch`.
             FileNotFoundInStoreError, LinkError, PeerLostError: see `Files.read`.
-            BadMediaError: the file is larger than its kind may be.
+            BadMediaError: the file is larger than the limit of its kind.
         """
         if not source.file_id:
             return await fetch(source.url, policy, source.kind, reserve)
         assert self._files is not None
-        stored = self._found[source.file_id]
+        stored = self._stored_files[source.file_id]
         limit = getattr(policy, source.modality).max_bytes
         if stored.num_bytes > limit:
             raise BadMediaError(
@@ -78,41 +78,41 @@ class FileMedia:
             except MmdError as error:
                 raise refused(error, param) from error
         if self._files is None:
-            off = UnsupportedInputError(
+            unsupported = UnsupportedInputError(
                 f"{param}: this deployment stores no files; send the bytes in the request, or set spec.gateway.files"
             )
-            raise ApiError(off, param=param)
-        stored = self._found.get(source.file_id)
+            raise ApiError(unsupported, param=param)
+        stored = self._stored_files.get(source.file_id)
         if stored is None:
             raise _missing(source, unknown(source.file_id))
         if source.modality not in ("file", stored.modality):
-            other = BadMediaError(
+            mismatch = BadMediaError(
                 f"{param}: the file is of kind {stored.modality}, and this part is for {source.modality}; use a part of type file"
             )
-            raise ApiError(other, param=param)
+            raise ApiError(mismatch, param=param)
         return replace(source, modality=stored.modality)
 
 
 def expanded(
     messages: Sequence[dict[str, Any]], sources: Sequence[MediaSource], infos: Sequence[Sequence[MediumInfo]]
 ) -> tuple[list[dict[str, Any]], list[MediaSource], list[MediumInfo]]:
-    """The frontend's messages with a part for each medium, where a document has several, in the order of its pages, and a video its sound."""
-    left = iter(zip(sources, infos, strict=True))
+    """The frontend's messages with a part for each medium: each page of a document in order, and the sound of a video."""
+    remaining = iter(zip(sources, infos, strict=True))
     all_sources: list[MediaSource] = []
     all_infos: list[MediumInfo] = []
-    found = []
+    expanded_messages = []
     for message in messages:
         content: list[dict[str, Any]] = []
         for part in message["content"]:
             if part["type"] == "text":
                 content.append(part)
                 continue
-            source, own = next(left)
-            all_sources += [source] * len(own)
-            all_infos += own
-            content += [{"type": info.modality} for info in own]
-        found.append({**message, "content": content})
-    return found, all_sources, all_infos
+            source, media = next(remaining)
+            all_sources += [source] * len(media)
+            all_infos += media
+            content += [{"type": info.modality} for info in media]
+        expanded_messages.append({**message, "content": content})
+    return expanded_messages, all_sources, all_infos
 
 
 def _missing(source: MediaSource, error: FileNotFoundInStoreError) -> ApiError:
@@ -128,7 +128,7 @@ def _declared_type(url: str) -> str:
 
 
 def _head_of(url: str) -> bytes:
-    """The first bytes of a data URL; what is wrong with it is found when it is read."""
+    """The first bytes of a data URL. Other faults of the URL are found when it is read."""
     begin = url.find(",", 0, MAX_URL_CHARACTERS) + 1
     if not url[:begin].lower().endswith(";base64,"):
         return url[begin : begin + HEAD_BYTES].encode(errors="replace")

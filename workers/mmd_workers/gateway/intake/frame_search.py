@@ -1,5 +1,6 @@
-"""Frames that a request chooses by what is in a video: looked for in the sandbox, one scene search fewer at a time than it has processes, so
-that probes never wait for one. Independent of prompts.
+"""Finds the frames that a request chooses by the content of a video. Independent of prompts.
+
+The search runs in the sandbox. Scene searches use all of its processes but one, so that probes never wait for them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.sandbox import DecodePool
 
 KEPT_VIDEOS = 256
-"""Whose scene changes are kept: a conversation sends its video with every turn, and finding them decodes it. At most 25 KiB each."""
+"""Videos whose scene changes are kept, at most 25 KiB each. A conversation resends its video every turn, and each search decodes it."""
 _SAMPLINGS: dict[str, FrameSampling] = {
     "Uniform": "uniform",
     "KeyFrames": "keyframes",
@@ -27,17 +28,17 @@ _SAMPLINGS: dict[str, FrameSampling] = {
 
 
 def default_choice(policy: VideoPolicy) -> SamplingChoice:
-    """What counts for videos of which a request chooses nothing."""
+    """The choice for videos for which a request chooses nothing."""
     return SamplingChoice(sampling=_SAMPLINGS[policy.sampling])
 
 
 class FrameSearch:
-    """Finds the frames of choices that need the file. For one thread."""
+    """Finds the frames of choices that depend on the file. Not thread-safe."""
 
     def __init__(self, sandbox: DecodePool) -> None:
         self._sandbox = sandbox
         self._scene_turns = asyncio.Semaphore(max(1, sandbox.processes - 1))
-        self._scenes: OrderedDict[str, FoundFrames] = OrderedDict()  # by digest; the newest last
+        self._scenes: OrderedDict[str, FoundFrames] = OrderedDict()  # by digest, the newest last
 
     async def resolved(
         self,
@@ -47,7 +48,7 @@ class FrameSearch:
         source: MediaSource,
         timeout_seconds: float,
     ) -> SamplingChoice:
-        """The choice with the frames of this medium that it means, where it means some.
+        """The choice with the frames it selects in this medium, if it selects by content.
 
         Raises:
             ApiError: a timestamp is beyond the end of the video; names the field.
@@ -56,22 +57,22 @@ class FrameSearch:
         if info.modality != "video" or not choice.searches:
             return choice
         _check_timestamps(info, choice, source)
-        scenes = choice.sampling == "scene_changes"
-        if scenes and info.digest in self._scenes:
+        by_scenes = choice.sampling == "scene_changes"
+        if by_scenes and info.digest in self._scenes:
             self._scenes.move_to_end(info.digest)
             return replace(choice, found=self._scenes[info.digest])
         try:
-            async with asyncio.timeout(timeout_seconds), self._scene_turns if scenes else nullcontext():
-                found = await self._sandbox.find_frames(data, info, choice)
+            async with asyncio.timeout(timeout_seconds), self._scene_turns if by_scenes else nullcontext():
+                frames = await self._sandbox.find_frames(data, info, choice)
         except TimeoutError as error:
             raise OverloadedError(
                 f"the frames of this video were not found within {timeout_seconds:.0f} s, because others are searched; retry later, or omit sampling"
             ) from error
-        if scenes:
-            self._scenes[info.digest] = found
+        if by_scenes:
+            self._scenes[info.digest] = frames
             if len(self._scenes) > KEPT_VIDEOS:
                 self._scenes.popitem(last=False)
-        return replace(choice, found=found)
+        return replace(choice, found=frames)
 
 
 def _check_timestamps(info: MediumInfo, choice: SamplingChoice, source: MediaSource) -> None:

@@ -1,6 +1,6 @@
 """From a validated request to an exact prompt: media fetched, probed and held, placeholders laid out, limits checked.
 
-Independent of workers. Media are opened in the sandbox only; here they are bytes.
+Independent of workers. Only the sandbox opens media; here they are bytes.
 """
 
 from __future__ import annotations
@@ -69,24 +69,25 @@ from mmd_workers.wire.jobs import check_fits
 from mmd_workers.wire.messages.message_parts import FeatureRef, Phase, Sampling
 from mmd_workers.wire.stored_files import StoredFile
 
-CONCURRENT_FETCHES = 8  # of one request
-PROBE_WAIT_SECONDS = 60.0  # for a place in the sandbox and the probe, on top of the probe's own deadline
-ANSWER_TOKENS = 512  # for which frames of videos are left out, where the request names no number
+CONCURRENT_FETCHES = 8  # per request
+PROBE_WAIT_SECONDS = 60.0  # for a place in the sandbox, in addition to the probe's own deadline
+ANSWER_TOKENS = 512  # room made for the answer by omitting frames of videos, if the request sets no limit
 FITTING_PERCENTS = (70, 50, 35, 25, 12, 6)
-"""Of the pixels of a frame, which are tried one after the other where the least frames are too many."""
-PROPORTIONAL_STEPS = 3  # of the search for so many frames as fit: every step lays the prompt out
+"""Percentages of a frame's pixels, tried in order if even the fewest frames do not fit."""
+PROPORTIONAL_STEPS = 3
+"""First steps of the search for the most frames that fit. Every step lays out the prompt."""
 MAX_SEED = 2**63
 MAX_TEXT_TOKENS = 131_072
-MAX_PROMPT_LOGPROBS = 16_384  # of one prompt, which come in one message
-"""Of all prompts of a text completion, and of what is tokenized alone, where the model takes fewer."""
+"""Limit for all prompts of a text completion, and for tokenizing; a model that takes more raises it."""
+MAX_PROMPT_LOGPROBS = 16_384  # log probabilities per prompt, which are sent in one message
 MAX_CHARACTERS_PER_TOKEN = 16
-"""Of a text on average: a vocabulary's longest token may be 128 spaces, and every character takes time and memory to encode."""
+"""Limit of a text's average. The longest token of a vocabulary may be 128 spaces, and encoding takes time and memory per character."""
 LONG_TEXT_CHARACTERS = 16_384
-ENCODING_BYTES = 600  # that the tokenizer takes for a character until it has its ids, at most
-RENDERING_BYTES = 16  # that a template takes for a character, at most
+ENCODING_BYTES = 600  # maximum memory per character until the tokenizer has the ids
+RENDERING_BYTES = 16  # maximum memory per character while a template renders
 MAX_RENDERED_CHARACTERS_PER_TOKEN = 4 * MAX_CHARACTERS_PER_TOKEN
-"""Of what a template that indents JSON would write, before it is known whether this one does."""
-INDENT = 4  # of JSON in templates
+"""Limit for templates that indent JSON, applied before it is known whether this one does."""
+INDENT = 4  # spaces per level of JSON in templates
 _SHORTEN = "shorten it, or raise spec.model.maxModelLen"
 _LESS = "send less text at once"
 _MEDIUM = re.compile(r"medium (\d+) ")
@@ -97,7 +98,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Tokens of a prompt: the most that fit, and so many that there is room for an answer."""
+    """Tokens of a prompt: the most that fit, and the number that leaves room for an answer."""
 
     most: int
     wanted: int
@@ -108,7 +109,7 @@ _LayOut = Callable[[Sequence[SamplingChoice]], Awaitable[tuple[PromptLayout, Beg
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """A prompt, what it was made from, and how to lay out another. `begins`: where the reasoning is at its end."""
+    """A prompt, its content and sources, and a function to lay out another. `begins`: the state of the reasoning at the prompt's end."""
 
     layout: PromptLayout
     content: PromptContent
@@ -119,8 +120,10 @@ class _LaidOut:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that may be placed: the exact prompt, its features, and how to sample. `new_parser`: reads the calls of tools in an answer;
-    None where it can have none; `new_reasoning`: its reasoning. `fallback`: where a medium that cannot be encoded need not end the request.
+    """A request that may be placed: the exact prompt, its features, and its sampling.
+
+    `new_parser`: creates the parser of tool calls; None if the answer can have none. `new_reasoning`: creates the parser of reasoning.
+    `fallback`: if given, a medium that cannot be encoded need not end the request.
     """
 
     layout: PromptLayout
@@ -133,7 +136,7 @@ class Prepared:
 
     @property
     def companion_tokens(self) -> int:
-        """Of its companion's prompt; 0: it has none."""
+        """Tokens of the companion's prompt; 0 if there is no companion."""
         return 0 if self.guidance is None else len(self.guidance.token_ids)
 
 
@@ -151,7 +154,7 @@ class Intake:
         self._revision = pipeline.revision
         self._has_encode_queue = pipeline.spec.encoder is not None
         self.policy = pipeline.spec.gateway.media
-        self.tiers: MediaTiers | None = None  # of quality under load; None: load changes nothing
+        self.tiers: MediaTiers | None = None  # tiers of media quality; None: quality is independent of load
         self._model_len = min(
             frontend.max_model_len, pipeline.spec.model.max_model_len or frontend.max_model_len
         )
@@ -166,12 +169,12 @@ class Intake:
         self._files = files
         self._grammars = GrammarCheck(frontend.grammars)
         self._long_turn = asyncio.Lock()
-        self._long_texts = ThreadPoolExecutor(1, "long-text")  # which may still encode for one that has gone
+        self._long_texts = ThreadPoolExecutor(1, "long-text")  # may still encode for a request that has ended
 
     async def prepare(
         self, request: ChatRequest, reservation: RequestReservation, timeline: Timeline, model_len: int
     ) -> Prepared:
-        """Fetch, probe and hold the media in `reservation`; lay out the prompt; check limits.
+        """Fetch, probe and hold the media in `reservation`, lay out the prompt, and check limits.
 
         `model_len`: the longest sequence that the present pods can hold; 0: not known yet.
 
@@ -181,12 +184,12 @@ class Intake:
         rules, tools = await self._rules(request), request.tool_use
         spelling = None if tools is None else await self._spelling()
         reasoning = await self._reasoning()
-        grammar, after = await self._grammar(request, tools, spelling), None
+        grammar, with_reasoning = await self._grammar(request, tools, spelling), None
         limit = self.limit(model_len)
         fit = None
         if self.policy.video.too_long == "FewerFrames":
             fit = _Fit(limit - 1, limit - min(request.asked_tokens or ANSWER_TOKENS, limit // 2))
-        laid = await self._lay_out(
+        laid_out = await self._lay_out(
             request.messages,
             tools,
             reservation,
@@ -198,14 +201,14 @@ class Intake:
             fit,
             self._share(timeline),
         )
-        layout, sources, begins = laid.layout, laid.sources, laid.begins
+        layout, sources, begins = laid_out.layout, laid_out.sources, laid_out.begins
         room = self._room(layout, sources, limit)
         negative = await self._negative_turn(request, limit, reservation)
         guidance = self._guidance(request, layout, limit, negative)
         room = _beside_companion(room, guidance, limit)
         if not sources:
-            reservation.release()  # the text is a list of tokens now
-        features = self._features(laid.content, layout)
+            reservation.release()  # the text exists only as tokens now
+        features = self._features(laid_out.content, layout)
         if self._has_encode_queue:
             await _check_jobs(features, sources)
         timeline.note_media(features, layout)
@@ -213,26 +216,32 @@ class Intake:
         new_parser = None if tools is None or spelling is None else tools.parsers(spelling)
         new_reasoning = None
         if grammar is not None and reasoning is not None:
-            after = await self._after_reasoning(grammar, request, reasoning, begins)
-        if reasoning is not None and (grammar is None or after is not None):
+            with_reasoning = await self._after_reasoning(grammar, request, reasoning, begins)
+        if reasoning is not None and (grammar is None or with_reasoning is not None):
             new_reasoning = partial(
                 ReasoningParser, reasoning, inside=begins == "inside", gap=not _is_exact(request)
             )
-        unasked = _unasked_tokens(room, len(layout.token_ids), guidance, limit)
-        sampling = _sampling(request, rules, after or grammar, room, unasked)
+        default_tokens = _unasked_tokens(room, len(layout.token_ids), guidance, limit)
+        sampling = _sampling(request, rules, with_reasoning or grammar, room, default_tokens)
         prepared = Prepared(layout, features, sampling, new_parser, new_reasoning, guidance=guidance)
         if not features or self.policy.failure_policy == "Fail":
             return prepared
-        return replace(prepared, fallback=self._fallback(self.policy.failure_policy, laid, prepared, limit))
+        return replace(
+            prepared, fallback=self._fallback(self.policy.failure_policy, laid_out, prepared, limit)
+        )
 
-    def _fallback(self, policy: Policy, laid: _LaidOut, first: Prepared, limit: int) -> Fallback[Prepared]:
-        """Lays out a request again when one of its media cannot be encoded. The answer has no more tokens than `first` allows: the gateway has
-        memory for so many."""
+    def _fallback(
+        self, policy: Policy, laid_out: _LaidOut, first: Prepared, limit: int
+    ) -> Fallback[Prepared]:
+        """Build the fallback that lays out a request again if one of its media cannot be encoded.
 
-        again = laid.again  # and not the sources, whose data URLs nothing needs any more
+        The answer may have no more tokens than `first` allows, because the gateway's memory is sized for these.
+        """
+
+        lay_out_again = laid_out.again  # without the sources, whose data URLs are no longer needed
 
         async def lay_out(content: PromptContent) -> tuple[Prepared, list[str]]:
-            layout = await again(content)
+            layout = await lay_out_again(content)
             layout = await asyncio.to_thread(self._reported, content, layout, "failure")
             layout = replace(layout, degraded_by=layout.degraded_by | first.layout.degraded_by)
             room = _beside_companion(limit - len(layout.token_ids), first.guidance, limit)
@@ -250,30 +259,30 @@ class Intake:
             return replace(first, layout=layout, features=features, sampling=sampling), _ids_of(features)
 
         amounts = self._frontend.amounts
-        return Fallback(policy, laid.content, _ids_of(first.features), amounts, lay_out)
+        return Fallback(policy, laid_out.content, _ids_of(first.features), amounts, lay_out)
 
     async def features_of(self, stored: StoredFile, reservation: RequestReservation) -> list[FeatureRef]:
-        """The features of an uploaded file as a question gets them that chooses nothing; its bytes are held in `reservation`.
+        """The features of an uploaded file for a question that chooses no sampling. The file's bytes are held in `reservation`.
 
         Raises:
-            ApiError: the model does not take it, or it exceeds a limit.
+            ApiError: the model does not take the file, or the file exceeds a limit.
         """
         files = FileMedia(self._files, stored.tenant)
         source = MediaSource("file", "file", choice=default_choice(self.policy.video), file_id=stored.file_id)
         sources = await files.settled([source])
         self._check_media(sources)
         content = [{"type": sources[0].medium}, {"type": "text", "text": "?"}]
-        asked = [{"role": "user", "content": content}]
-        found, sources, infos = await self._media(asked, sources, files, reservation)
-        choices = [one.choice for one in sources]
-        rendered = await asyncio.to_thread(self._frontend.render, found, infos, [], None, choices)
+        question = [{"role": "user", "content": content}]
+        messages, sources, infos = await self._media(question, sources, files, reservation)
+        choices = [source.choice for source in sources]
+        rendered = await asyncio.to_thread(self._frontend.render, messages, infos, [], None, choices)
         layout = await asyncio.to_thread(rendered.encode)
         return [
             _feature(info, medium, self._revision) for info, medium in zip(infos, layout.media, strict=True)
         ]
 
     async def _rules(self, request: GenerationRequest) -> LogitRules | None:
-        """What the request changes of logits, checked against the vocabulary."""
+        """The request's changes of logits, checked against the vocabulary."""
         if request.is_guided and not self._is_native:
             unsupported = UnsupportedParameterError(
                 "guidance_scale is not supported with spec.engine.type VLLM; omit it, or set spec.engine.type to Native"
@@ -282,9 +291,9 @@ class Intake:
         if self._drafts:
             check_works_with_drafts(request)
         check_token_ids(request, self._frontend.vocab_size)
-        asked, words = request.bad_words, list[list[int]]()
-        if asked:
-            words = await asyncio.to_thread(bad_words, asked, self._frontend)
+        texts, words = request.bad_words, list[list[int]]()
+        if texts:
+            words = await asyncio.to_thread(bad_words, texts, self._frontend)
         rules = logit_rules(request, words)
         check_something_is_left(request, rules, self._frontend)
         return rules
@@ -292,7 +301,7 @@ class Intake:
     async def _grammar(
         self, request: GenerationRequest, tools: ToolUse | None = None, spelling: Spelling | None = None
     ) -> Grammar | None:
-        """What the answer must match, once it has been compiled here. `spelling`: of calls of `tools`."""
+        """The grammar of the answer, after compiling it here. `spelling`: of calls of `tools`."""
         grammar, param = request.grammar() or (None, "")
         if grammar is not None:
             await self._grammars.check(grammar, param)
@@ -305,18 +314,23 @@ class Intake:
     async def _after_reasoning(
         self, grammar: Grammar, request: ChatRequest, reasoning: Reasoning, begins: Begin | None
     ) -> Grammar | None:
-        """What the reasoning and the answer after it must match, once it has been compiled here. None: the answer begins at once, since the
-        prompt has closed the reasoning, the template does not know of it, or a regular expression might match what looks like it."""
+        """The grammar of the reasoning and the answer after it, after compiling it here.
+
+        None if the answer begins at once: the prompt has closed the reasoning, the template has no reasoning, or a regular expression might
+        match text that looks like reasoning.
+        """
         _, param = request.grammar() or (None, "tools")
-        exact = _is_exact(request)
-        if not reasoning.in_template or begins == "after" or (begins == "before" and exact):
+        is_exact = _is_exact(request)
+        if not reasoning.in_template or begins == "after" or (begins == "before" and is_exact):
             return None
-        after = after_reasoning(grammar, reasoning, param, inside=begins == "inside", gap=not exact)
-        await self._grammars.check(after, param)
-        return after
+        with_reasoning = after_reasoning(
+            grammar, reasoning, param, inside=begins == "inside", gap=not is_exact
+        )
+        await self._grammars.check(with_reasoning, param)
+        return with_reasoning
 
     async def _reasoning(self) -> Reasoning | None:
-        """How the model reasons before it answers."""
+        """The model's form of reasoning; None if unknown."""
         frontend = self._frontend
         return await asyncio.to_thread(lambda: frontend.reasoning)
 
@@ -324,7 +338,7 @@ class Intake:
         """Check that the model may reason before it answers.
 
         Raises:
-            ApiError: it has no form of it that is known; names the field.
+            ApiError: the model has no known form of reasoning; names the field.
         """
         if await self._reasoning() is None:
             unsupported = UnsupportedInputError(
@@ -333,10 +347,10 @@ class Intake:
             raise ApiError(unsupported, param=param)
 
     async def _spelling(self) -> Spelling:
-        """How the model writes calls of tools.
+        """The model's form of tool calls.
 
         Raises:
-            ApiError: it has not been made for tools, or writes calls as no form that is known.
+            ApiError: the model was not made for tools, or writes calls in an unknown form.
         """
         frontend = self._frontend
         if not await asyncio.to_thread(lambda: frontend.renders_tools):
@@ -360,8 +374,9 @@ class Intake:
         timeline: Timeline,
         model_len: int,
     ) -> list[Prepared]:
-        """Lay out the prompts of a text completion; check limits. `reservation` has room for long ones while they are encoded.
-        `model_len`: see `prepare`.
+        """Lay out the prompts of a text completion, and check limits.
+
+        `reservation`: has room for long prompts while they are encoded. `model_len`: see `prepare`.
 
         Raises:
             ApiError: names the prompt and the remedy.
@@ -370,11 +385,11 @@ class Intake:
         limit = self.limit(model_len)
         prompts = request.prompts
         most = max(limit, MAX_TEXT_TOKENS)
-        texts = [(param, one) for param, one in prompts if isinstance(one, str)]
+        texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
         for param, text in texts:
             self._check_characters(len(text), limit - 1, param, _SHORTEN)
         self._check_characters(sum(len(text) for _, text in texts), most, "prompt", _LESS)
-        begun = time.time()
+        started_at = time.time()
         negative = await self._negative_text(request, limit, reservation)
         prepared: list[Prepared] = []
         total = 0
@@ -394,20 +409,20 @@ class Intake:
             room = _beside_companion(room, guidance, limit)
             if request.prompt_logprobs:
                 self._check_prompt_logprobs(param, len(token_ids), request.num_logprobs or 0)
-            unasked = _unasked_tokens(room, len(token_ids), guidance, limit)
-            sampling = _sampling(request, rules, grammar, room, unasked)
+            default_tokens = _unasked_tokens(room, len(token_ids), guidance, limit)
+            sampling = _sampling(request, rules, grammar, room, default_tokens)
             prepared.append(Prepared(layout, [], sampling, guidance=guidance))
-        timeline.add("gateway", [Phase("layout", begun, time.time())])
+        timeline.add("gateway", [Phase("layout", started_at, time.time())])
         timeline.at_gateway = "placement"
         return prepared
 
     def _guidance(
         self, request: GenerationRequest, layout: PromptLayout, limit: int, negative: list[int] | None
     ) -> Guidance | None:
-        """The companion of a prompt: the tokens of its `negative` prompt or, where it has none, the prompt's last one, as `generate` has it.
+        """The companion of a prompt, with the `negative` tokens or, as in `generate`, the prompt's last token.
 
         Raises:
-            ApiError: the companion has no prompt, or too long a one.
+            ApiError: the companion's prompt is empty or too long.
         """
         if not request.is_guided:
             return None
@@ -430,12 +445,12 @@ class Intake:
     async def _negative_turn(
         self, request: ChatRequest, limit: int, reservation: RequestReservation
     ) -> list[int] | None:
-        """Tokens of a conversation that has the negative prompt for its only message. None: there is none, or nothing needs it."""
+        """Tokens of a conversation with the negative prompt as its only message; None if there is none, or it is not needed."""
         if not request.is_guided or (text := request.negative_prompt) is None:
             return None
         self._check_characters(len(text), limit - 1, "negative_prompt", _SHORTEN)
-        asked = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-        render = partial(self._frontend.render, asked, [], [], request.reasons)
+        messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        render = partial(self._frontend.render, messages, [], [], request.reasons)
         try:
             rendered = await self._encoded(render, len(text), reservation, RENDERING_BYTES)
             layout = await self._encoded(rendered.encode, rendered.num_characters, reservation)
@@ -446,7 +461,7 @@ class Intake:
     async def _negative_text(
         self, request: CompletionRequest, limit: int, reservation: RequestReservation
     ) -> list[int] | None:
-        """Tokens of the negative prompt as if it were the prompt. None: there is none, or nothing needs it."""
+        """Tokens of the negative prompt, encoded like a prompt; None if there is none, or it is not needed."""
         if not request.is_guided or (text := request.negative_prompt) is None:
             return None
         self._check_characters(len(text), limit - 1, "negative_prompt", _SHORTEN)
@@ -455,8 +470,10 @@ class Intake:
         return await self._encoded(encode, len(text), reservation)
 
     def _check_prompt_logprobs(self, param: str, num_tokens: int, likeliest: int) -> None:
-        """Check that the log probabilities of a prompt can be had, and reach the gateway in one message. vLLM applies adapters to the logits of
-        sampled rows alone, and fails at others."""
+        """Check that the log probabilities of a prompt are available, and fit into one message to the gateway.
+
+        vLLM applies adapters only to the logits of sampled rows, and fails at others.
+        """
         if self._has_adapters:
             unsupported = UnsupportedParameterError(
                 "echo with logprobs is not supported beside spec.engine.adapters; omit one of them"
@@ -472,10 +489,10 @@ class Intake:
     async def text_ids(
         self, param: str, prompt: Prompt, special_tokens: bool, reservation: RequestReservation
     ) -> list[int]:
-        """Token ids of a text or of ids as given. `special_tokens`: a text gets those that the tokenizer puts around it.
+        """Token ids of a text, or of ids as given. `special_tokens`: add those that the tokenizer puts around a text.
 
         Raises:
-            ApiError: there are none, or one that does not exist or stands for a medium.
+            ApiError: there are no tokens, or one does not exist or stands for a medium.
         """
         frontend = self._frontend
         if isinstance(prompt, str):
@@ -488,7 +505,7 @@ class Intake:
         self.check_ids(param, token_ids)
         if not frontend.placeholder_ids.isdisjoint(token_ids):
             (token,) = frontend.token_strings(
-                [next(one for one in token_ids if one in frontend.placeholder_ids)]
+                [next(token_id for token_id in token_ids if token_id in frontend.placeholder_ids)]
             )
             medium = UnsupportedInputError(
                 f"{param}: the token {token!r} stands for a medium, and this path takes text alone; send media to /v1/chat/completions"
@@ -500,11 +517,11 @@ class Intake:
         """Check that the model has these tokens.
 
         Raises:
-            ApiError: names the first one that it has not.
+            ApiError: names the first token that the model does not have.
         """
         size = self._frontend.vocab_size
         if max(token_ids, default=0) >= size:
-            at, token_id = next((at, one) for at, one in enumerate(token_ids) if one >= size)
+            at, token_id = next((at, value) for at, value in enumerate(token_ids) if value >= size)
             unknown = InvalidValueError(
                 f"{param}[{at}]: this model has no token {token_id}; use 0 to {size - 1}"
             )
@@ -520,31 +537,33 @@ class Intake:
         reasons: bool | None = None,
         choice: SamplingChoice = NO_CHOICE,
     ) -> list[int]:
-        """The prompt of a conversation, which may be longer than what fits the model. `model_len`: see `prepare`; `reasons`: `Frontend.render`;
-        `choice`: of how media are sampled whose parts do not say so.
+        """The prompt of a conversation, which may be longer than the model takes.
+
+        `model_len`: see `prepare`. `reasons`: see `Frontend.render`. `choice`: sampling of media whose parts choose none.
 
         Raises:
             ApiError: names the part and the remedy.
         """
-        most = max(self.limit(model_len), MAX_TEXT_TOKENS)
+        max_tokens = max(self.limit(model_len), MAX_TEXT_TOKENS)
         if tools is not None:
             await self._spelling()
-        laid = await self._lay_out(messages, tools, reservation, timeline, most, _LESS, reasons, choice)
-        return self._counted(laid.layout.token_ids, most, "messages")
+        laid_out = await self._lay_out(
+            messages, tools, reservation, timeline, max_tokens, _LESS, reasons, choice
+        )
+        return self._counted(laid_out.layout.token_ids, max_tokens, "messages")
 
     async def token_ids_of_text(
         self, prompt: str, special_tokens: bool, reservation: RequestReservation, model_len: int
     ) -> list[int]:
-        """Token ids of a text, of which there may be more than what fits the model. `reservation`: see `prepare_texts`; `model_len`: see
-        `prepare`.
+        """Token ids of a text, which may be longer than the model takes. `reservation`: see `prepare_texts`; `model_len`: see `prepare`.
 
         Raises:
             ApiError: the text is too long.
         """
-        most = max(self.limit(model_len), MAX_TEXT_TOKENS)
-        self._check_characters(len(prompt), most, "prompt", _LESS)
+        max_tokens = max(self.limit(model_len), MAX_TEXT_TOKENS)
+        self._check_characters(len(prompt), max_tokens, "prompt", _LESS)
         encode = partial(self._frontend.encode, prompt, special_tokens=special_tokens)
-        return self._counted(await self._encoded(encode, len(prompt), reservation), most, "prompt")
+        return self._counted(await self._encoded(encode, len(prompt), reservation), max_tokens, "prompt")
 
     def _counted(self, token_ids: list[int], most: int, param: str) -> list[int]:
         if len(token_ids) > most:
@@ -555,7 +574,7 @@ class Intake:
         return token_ids
 
     def limit(self, model_len: int) -> int:
-        """The longest sequence. `model_len`: what the present pods can hold; 0: not known yet."""
+        """The length of the longest sequence. `model_len`: the longest that the present pods can hold; 0: not known yet."""
         return min(self._model_len, model_len or self._model_len)
 
     async def _lay_out(
@@ -571,14 +590,17 @@ class Intake:
         fit: _Fit | None = None,
         share: MediaShare | None = None,
     ) -> _LaidOut:
-        """Fetch, probe and hold the media, and lay out the prompt; a text that surely exceeds `most_tokens` is refused before, with this `remedy`.
-        `fit`: videos have fewer frames where they leave no room; None: they never have. `share`: what load leaves of each medium; None: all."""
-        marks, described = (0, []) if tools is None else (tools.marks, tools.for_template)
+        """Fetch, probe and hold the media, and lay out the prompt.
+
+        A text that surely exceeds `most_tokens` is refused first, with this `remedy`. `fit`: if given, frames of videos are omitted to make room.
+        `share`: the share of each medium that load permits; None: all.
+        """
+        marks, descriptions = (0, []) if tools is None else (tools.marks, tools.for_template)
         await reservation.grow((argument_marks(messages) + marks) * MARK_BYTES)
-        found, sources = conversation(messages)
-        characters = sum(map(_characters_of, found)) + (0 if tools is None else tools.characters)
+        turns, sources = conversation(messages)
+        characters = sum(map(_characters_of, turns)) + (0 if tools is None else tools.characters)
         self._check_characters(characters, most_tokens, "messages", remedy)
-        thoughts = sum(len(turn.get("reasoning_content", "")) for turn in found)
+        thoughts = sum(len(turn.get("reasoning_content", "")) for turn in turns)
         _check_thoughts(thoughts, most_tokens)
         self._check_number(sources)
         files = FileMedia(self._files, timeline.tenant)
@@ -588,55 +610,61 @@ class Intake:
         self._check_sound(choice, "mm_processor_kwargs.use_audio_in_video")
         for source in sources:
             self._check_choice(source.choice, source.part)
-        usual = default_choice(self.policy.video)
-        sources = [replace(one, choice=one.choice.or_else(choice).or_else(usual)) for one in sources]
-        values = [*described, *_arguments_of(found)]
+        default = default_choice(self.policy.video)
+        sources = [
+            replace(source, choice=source.choice.or_else(choice).or_else(default)) for source in sources
+        ]
+        values = [*descriptions, *_arguments_of(turns)]
         indented = await asyncio.to_thread(lambda: sum(map(_indented_characters, values))) if values else 0
-        param = "tools" if described else "messages"
+        param = "tools" if descriptions else "messages"
         self._check_indented(indented, most_tokens, param, remedy)
-        begun, timeline.at_gateway = time.time(), "fetch"
-        found, sources, infos = await self._media(found, sources, files, reservation)
+        started_at, timeline.at_gateway = time.time(), "fetch"
+        turns, sources, infos = await self._media(turns, sources, files, reservation)
         choices = [source.choice for source in sources]
-        fetched, timeline.at_gateway = time.time(), "layout"
+        fetched_at, timeline.at_gateway = time.time(), "layout"
 
-        async def laid(content: PromptContent) -> tuple[PromptLayout, Begin | None]:
+        async def lay_out(content: PromptContent) -> tuple[PromptLayout, Begin | None]:
             messages, infos, choices = content.messages, content.infos, content.choices
-            render = partial(self._frontend.render, messages, infos, described, reasons, choices)
-            written = characters + indented + thoughts
-            rendered = await self._encoded(render, written, reservation, RENDERING_BYTES)
-            if rendered.num_characters > LONG_TEXT_CHARACTERS:  # of shorter ones the tokens are counted
+            render = partial(self._frontend.render, messages, infos, descriptions, reasons, choices)
+            num_characters = characters + indented + thoughts
+            rendered = await self._encoded(render, num_characters, reservation, RENDERING_BYTES)
+            if rendered.num_characters > LONG_TEXT_CHARACTERS:  # shorter texts are checked by their tokens
                 self._check_characters(rendered.num_characters, most_tokens, param, remedy)
             layout = await self._encoded(rendered.encode, rendered.num_characters, reservation)
             return layout, rendered.reasoning_begins
 
-        async def laid_out(choices: Sequence[SamplingChoice]) -> tuple[PromptLayout, Begin | None]:
-            return await laid(replace(content, choices=choices))
+        async def lay_out_with(choices: Sequence[SamplingChoice]) -> tuple[PromptLayout, Begin | None]:
+            return await lay_out(replace(content, choices=choices))
 
-        async def again(content: PromptContent) -> PromptLayout:
-            return (await laid(content))[0]
+        async def lay_out_again(content: PromptContent) -> PromptLayout:
+            return (await lay_out(content))[0]
 
-        content = PromptContent(found, infos, choices, choices)
+        content = PromptContent(turns, infos, choices, choices)
         try:
             if infos and share is not None:
                 content = await asyncio.to_thread(self._with_share, content, share)
             has_less = content.choices != content.asked
-            layout, begins = await laid_out(content.choices)
+            layout, begins = await lay_out_with(content.choices)
             if fit is not None and len(layout.token_ids) > fit.most:
-                layout, content = await self._fitting(layout, content, fit, laid_out)
+                layout, content = await self._fitting(layout, content, fit, lay_out_with)
             if has_less:
                 layout = await asyncio.to_thread(self._reported, content, layout, "load")
         except MmdError as error:
             raise refused(error, _field_of(error.message, sources)) from error
-        timeline.add("gateway", [Phase("fetch", begun, fetched), Phase("layout", fetched, time.time())])
+        timeline.add(
+            "gateway", [Phase("fetch", started_at, fetched_at), Phase("layout", fetched_at, time.time())]
+        )
         timeline.at_gateway = "placement"
-        return _LaidOut(layout, content.sampled_as(layout), sources, begins, again)
+        return _LaidOut(layout, content.sampled_as(layout), sources, begins, lay_out_again)
 
     async def _fitting(
-        self, layout: PromptLayout, content: PromptContent, fit: _Fit, laid_out: _LayOut
+        self, layout: PromptLayout, content: PromptContent, fit: _Fit, lay_out: _LayOut
     ) -> tuple[PromptLayout, PromptContent]:
-        """The prompt with fewer frames of its videos, or where it would not fit with the least of them, with the most of `FITTING_PERCENTS` of the
-        pixels of these. The one given where it does not fit so either."""
-        layout = await _with_fewer_frames(layout, content.choices, fit, laid_out)
+        """The prompt with fewer frames of its videos, or the given prompt if no reduction makes it fit.
+
+        If the prompt does not fit with the fewest frames, these also get fewer pixels: the largest of `FITTING_PERCENTS` that fits.
+        """
+        layout = await _with_fewer_frames(layout, content.choices, fit, lay_out)
         if len(layout.token_ids) <= fit.most:
             return layout, content
         if not any(info.modality == "video" for info in content.infos):
@@ -646,42 +674,42 @@ class Intake:
             content.choices,
         )
         for percent in FITTING_PERCENTS:
-            share, before = MediaShare(pixels_percent=percent, frames_percent=0), choices
+            share, previous = MediaShare(pixels_percent=percent, frames_percent=0), choices
             choices = [
                 share.of(choice, amount) if amount.pixels and amount.frames else choice
                 for choice, amount in zip(content.choices, amounts, strict=True)
             ]
-            if choices == before:
+            if choices == previous:
                 continue
-            tried, _ = await laid_out(choices)
-            if len(tried.token_ids) <= fit.most:
+            candidate, _ = await lay_out(choices)
+            if len(candidate.token_ids) <= fit.most:
                 content = replace(content, choices=choices)
-                return await asyncio.to_thread(self._reported, content, tried, "context"), content
+                return await asyncio.to_thread(self._reported, content, candidate, "context"), content
         return layout, content
 
     def _share(self, timeline: Timeline) -> MediaShare | None:
-        """What load leaves of each medium of a request that comes now."""
+        """The share of each medium that load permits for a new request; None: all."""
         if self.tiers is None or (tier := self.tiers.tier) is None:
             return None
         timeline.media_tier = self.tiers.number
         return MediaShare(tier.pixels_percent, tier.frames_percent, tier.max_frames)
 
     def _count_tiers(self, features: Sequence[FeatureRef], timeline: Timeline) -> None:
-        """Count media by their tier, where there are tiers."""
+        """Count media by their tier, if tiers are in use."""
         if self.tiers is not None:
             for feature in features:
                 self._metrics.tiered_media.labels(feature.modality, str(timeline.media_tier)).inc()
 
     def _with_share(self, content: PromptContent, share: MediaShare) -> PromptContent:
         amounts = self._frontend.amounts(content.infos, content.choices)
-        choices = [share.of(*one) for one in zip(content.choices, amounts, strict=True)]
+        choices = [share.of(*pair) for pair in zip(content.choices, amounts, strict=True)]
         return replace(content, choices=choices)
 
     def _reported(self, content: PromptContent, layout: PromptLayout, by: DegradedBy) -> PromptLayout:
-        asked, taken = (
-            self._frontend.amounts(content.infos, one) for one in (content.asked, content.choices)
+        requested, used = (
+            self._frontend.amounts(content.infos, choices) for choices in (content.asked, content.choices)
         )
-        return content.reported(layout, asked, taken, by)
+        return content.reported(layout, requested, used, by)
 
     def _features(self, content: PromptContent, layout: PromptLayout) -> list[FeatureRef]:
         pairs = zip(content.infos, layout.media, strict=True)
@@ -694,20 +722,23 @@ class Intake:
         reservation: RequestReservation,
         character_bytes: int = ENCODING_BYTES,
     ) -> _Made:
-        """What `encode` makes of so many characters, in a thread. Long texts are encoded one at a time, so that others never wait for them, and
-        their memory is counted, up to half of what the request may still hold: others wait for their turn with what they hold."""
+        """Call `encode`, for a text of so many characters, in a thread.
+
+        Long texts are encoded one at a time, so that short ones never wait for them. Their memory is counted, up to half of what the request may
+        still hold. While they wait for their turn, they hold only their present memory.
+        """
         if characters <= LONG_TEXT_CHARACTERS:
             return await asyncio.to_thread(encode)
         async with self._long_turn:
-            before = reservation.num_bytes
+            initial_bytes = reservation.num_bytes
             await reservation.grow(min(characters * character_bytes, reservation.room_bytes // 2))
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._long_texts, encode)
             finally:
-                reservation.shrink(before)
+                reservation.shrink(initial_bytes)
 
     def _check_characters(self, characters: int, most_tokens: int, param: str, remedy: str) -> None:
-        """Refuse a text that cannot fit before spending time on tokenizing megabytes."""
+        """Refuse a text that cannot fit, before spending time on tokenizing megabytes."""
         longest = self._frontend.longest_token_characters
         if characters > most_tokens * longest:
             fault = f"at least {-(-characters // longest)} tokens, but at most {most_tokens} fit"
@@ -720,7 +751,7 @@ class Intake:
         )
 
     def _check_indented(self, characters: int, most_tokens: int, param: str, remedy: str) -> None:
-        """Refuse JSON that a template could turn into far more text than fits before spending memory on rendering it."""
+        """Refuse JSON that a template could expand far beyond what fits, before spending memory on rendering it."""
         most = most_tokens * MAX_RENDERED_CHARACTERS_PER_TOKEN
         if characters > most:
             fault = ContextLengthError(
@@ -730,7 +761,7 @@ class Intake:
             raise ApiError(fault, param=param)
 
     def _check_number(self, sources: Sequence[MediaSource]) -> None:
-        """Refuse too many media; each page of a document is one."""
+        """Refuse too many media. Each page of a document counts as one."""
         most = self.policy.max_items_per_request
         if len(sources) > most:
             too_many = TooManyMediaError(
@@ -749,7 +780,7 @@ class Intake:
                 raise ApiError(unsupported, param=source.param)
 
     def _check_choice(self, choice: SamplingChoice, where: str) -> None:
-        """Refuse more than the resource allows. `where`: the object with the fields."""
+        """Refuse values above the limits of the resource. `where`: path of the object with the fields."""
         video = self.policy.video
         per_second = video.frames_per_second_milli / 1000
         if choice.fps is not None and choice.fps > per_second:
@@ -782,7 +813,7 @@ class Intake:
                 raise ApiError(too_large, param=f"{where}.{name}")
 
     def _check_sound(self, choice: SamplingChoice, param: str) -> None:
-        """Refuse videos with their sound where the model or the engine takes none."""
+        """Refuse videos with their sound if the model or the engine does not take sound."""
         if not choice.with_sound:
             return
         if not self._frontend.takes_sound_of_videos:
@@ -800,22 +831,26 @@ class Intake:
         files: FileMedia,
         reservation: RequestReservation,
     ) -> tuple[list[dict[str, Any]], list[MediaSource], list[MediumInfo]]:
-        """Fetch, probe and hold the media. Of a document each page is one; choices have the frames that they mean."""
+        """Fetch, probe and hold the media, with one entry for each page of a document. Choices are resolved to frames."""
         if not sources:
             return messages, [], []
-        brought = await self._bring(sources, files, reservation)
-        resolved = [replace(one, choice=found) for one, (_, found) in zip(sources, brought, strict=True)]
-        messages, all_sources, infos = expanded(messages, resolved, [infos for infos, _ in brought])
+        fetched = await self._bring(sources, files, reservation)
+        resolved = [
+            replace(source, choice=choice) for source, (_, choice) in zip(sources, fetched, strict=True)
+        ]
+        messages, all_sources, infos = expanded(messages, resolved, [infos for infos, _ in fetched])
         self._check_number(all_sources)
         return messages, all_sources, infos
 
     async def _bring(
         self, sources: Sequence[MediaSource], files: FileMedia, reservation: RequestReservation
     ) -> list[tuple[list[MediumInfo], SamplingChoice]]:
-        """The facts of each source, of a document one for each page, of a video those of its sound too, where it has and is to have one; and its choice
-        with the frames that this means."""
-        in_body = sum(len(source.url) for source in sources if source.url[:5].lower() == "data:")
-        await reservation.resize(2 * in_body)
+        """Fetch and probe each source, and return its facts with its choice, resolved to frames.
+
+        A document has facts for each page, a video also for its sound, if it has any and the request asks for it.
+        """
+        body_characters = sum(len(source.url) for source in sources if source.url[:5].lower() == "data:")
+        await reservation.resize(2 * body_characters)
         slots = asyncio.Semaphore(CONCURRENT_FETCHES)
 
         async def bring(source: MediaSource) -> tuple[bytes, list[MediumInfo], SamplingChoice]:
@@ -834,17 +869,17 @@ class Intake:
                 tasks = [group.create_task(bring(source)) for source in sources]
         except ExceptionGroup as faults:
             raise _first(faults) from faults
-        brought: list[tuple[list[MediumInfo], SamplingChoice]] = []
-        distinct = {id(data): len(data) for data, _, _ in (task.result() for task in tasks)}
+        results: list[tuple[list[MediumInfo], SamplingChoice]] = []
+        distinct_bytes = {id(data): len(data) for data, _, _ in (task.result() for task in tasks)}
         for data, infos, choice in (task.result() for task in tasks):
             reservation.put(infos[0].digest, data)
             self._metrics.fetch_bytes.labels(infos[0].modality).inc(infos[0].num_bytes)
-            brought.append((infos, choice))
-        reservation.shrink(sum(distinct.values()))
-        return brought
+            results.append((infos, choice))
+        reservation.shrink(sum(distinct_bytes.values()))
+        return results
 
     async def _probe(self, data: bytes, source: MediaSource) -> list[MediumInfo]:
-        """The facts of a medium, or of each page of a document, or of a video and its sound."""
+        """The facts of a medium, of each page of a document, or of a video and its sound."""
         seconds = PROBE_WAIT_SECONDS + self.policy.decode_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -866,7 +901,7 @@ class Intake:
     def _room(
         self, layout: PromptLayout, sources: list[MediaSource], limit: int, param: str = "messages"
     ) -> int:
-        """Tokens that may be generated after the prompt."""
+        """Number of tokens that may be generated after the prompt."""
         prompt = len(layout.token_ids)
         if prompt < limit:
             return limit - prompt
@@ -889,10 +924,11 @@ async def _with_fewer_frames(
     layout: PromptLayout,
     choices: Sequence[SamplingChoice],
     fit: _Fit,
-    laid_out: _LayOut,
+    lay_out: _LayOut,
 ) -> PromptLayout:
-    """The prompt with the largest share of the frames of each video with which it fits. The one given where it would not fit with the least of
-    each. Tokens are nearly proportional to frames, so the first steps go where that leads, and the others halve what is left.
+    """The prompt with the largest share of each video's frames that fits, or the given prompt if even the smallest share does not fit.
+
+    Tokens are nearly proportional to frames. So the first steps interpolate, and the others halve the remaining interval.
     """
     frames = [len(medium.sampling.frame_indices) for medium in layout.media]
     longest = max(frames, default=0)
@@ -901,36 +937,38 @@ async def _with_fewer_frames(
 
     async def with_share(of_longest: int) -> PromptLayout:
         shares = [max(min(LEAST_FRAMES, count), count * of_longest // longest) for count in frames]
-        fewer = [replace(choice, max_frames=share) for choice, share in zip(choices, shares, strict=True)]
-        return (await laid_out(fewer))[0]
+        limited = [replace(choice, max_frames=share) for choice, share in zip(choices, shares, strict=True)]
+        return (await lay_out(limited))[0]
 
-    found = await with_share(LEAST_FRAMES)
-    if len(found.token_ids) > fit.most:
+    best = await with_share(LEAST_FRAMES)
+    if len(best.token_ids) > fit.most:
         return layout
-    low, least = LEAST_FRAMES, len(found.token_ids)
-    high, most = longest, len(layout.token_ids)  # too many
+    low, low_tokens = LEAST_FRAMES, len(best.token_ids)
+    high, high_tokens = longest, len(layout.token_ids)  # too many tokens
     for number in itertools.count():
-        if high - low <= 1 or least > fit.wanted:
+        if high - low <= 1 or low_tokens > fit.wanted:
             break
         middle = (low + high) // 2
         if number < PROPORTIONAL_STEPS:
-            expected = low + (high - low) * (fit.wanted - least) // (most - least)
+            expected = low + (high - low) * (fit.wanted - low_tokens) // (high_tokens - low_tokens)
             middle = min(high - 1, max(low + 1, expected))
-        tried = await with_share(middle)
-        if len(tried.token_ids) <= fit.wanted:
-            found, low, least = tried, middle, len(tried.token_ids)
+        candidate = await with_share(middle)
+        if len(candidate.token_ids) <= fit.wanted:
+            best, low, low_tokens = candidate, middle, len(candidate.token_ids)
         else:
-            high, most = middle, len(tried.token_ids)
+            high, high_tokens = middle, len(candidate.token_ids)
     media = [
         replace(medium, omitted_frames=count - len(medium.sampling.frame_indices))
-        for medium, count in zip(found.media, frames, strict=True)
+        for medium, count in zip(best.media, frames, strict=True)
     ]
-    return replace(found, media=media, degraded_by=frozenset({"context"}))
+    return replace(best, media=media, degraded_by=frozenset({"context"}))
 
 
 def _check_thoughts(characters: int, most_tokens: int) -> None:
-    """Refuse reasoning that is sent back and is too long to be searched and rendered. Templates leave most of it out, so that more of it than fits
-    the model is no fault."""
+    """Refuse returned reasoning that is too long to be searched and rendered.
+
+    Templates omit most of it, so it may be longer than the model takes.
+    """
     most = max(most_tokens, MAX_TEXT_TOKENS) * MAX_CHARACTERS_PER_TOKEN
     if characters > most:
         too_long = ContextLengthError(
@@ -940,13 +978,13 @@ def _check_thoughts(characters: int, most_tokens: int) -> None:
 
 
 def _characters_of(message: dict[str, Any]) -> int:
-    """Of a message's text and of the texts in the arguments of its tool calls."""
+    """Count the characters of a message's text and of texts in the arguments of its tool calls."""
     content = sum(len(part.get("text", "")) for part in message["content"])
     return content + sum(_characters(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a JSON value."""
+    """Count the characters of all texts in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -955,30 +993,32 @@ def _characters(value: Any) -> int:
 
 
 def _arguments_of(messages: Sequence[dict[str, Any]]) -> list[Any]:
-    """Of all tool calls in these messages."""
+    """The arguments of all tool calls in these messages."""
     return [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
 
 
 def _indented_characters(value: Any) -> int:
-    """Of a value as JSON with each of its values on an indented line of its own, as some templates write it."""
+    """Count the characters of a value as JSON with each of its values indented on its own line, as some templates write it."""
     return len(json.dumps(value, ensure_ascii=False)) + _indentation(value, 0)
 
 
 def _indentation(value: Any, depth: int) -> int:
-    """White space that indenting adds to a value at this depth."""
+    """Count the white space that indenting adds to a value at this depth."""
     if not isinstance(value, dict | list) or not value:
         return 0
     inner = value.values() if isinstance(value, dict) else value
-    own = len(value) * (INDENT * (depth + 1) + 1) + INDENT * depth + 1
-    return own + sum(_indentation(one, depth + 1) for one in inner if isinstance(one, dict | list))
+    own_characters = len(value) * (INDENT * (depth + 1) + 1) + INDENT * depth + 1
+    return own_characters + sum(
+        _indentation(item, depth + 1) for item in inner if isinstance(item, dict | list)
+    )
 
 
 def _field_of(message: str, sources: Sequence[MediaSource]) -> str:
-    """The field that an error of the frontend is about."""
+    """The path of the field that an error of the frontend is about."""
     if medium := _MEDIUM.match(message):
         return sources[int(medium[1])].param
-    found = _PART.match(message)
-    return found.group() if found else "messages"
+    part = _PART.match(message)
+    return part.group() if part else "messages"
 
 
 def _first(faults: BaseExceptionGroup[Any]) -> BaseException:
@@ -1018,7 +1058,7 @@ def _ids_of(features: Sequence[FeatureRef]) -> list[str]:
 
 
 async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) -> None:
-    """Refuse a medium whose encode job does not fit the queue: the prefill pod that publishes it could not name the field."""
+    """Refuse a medium whose encode job is too large for the queue: the prefill pod that publishes it could not name the field."""
     for feature, source in zip(features, sources, strict=True):
         try:
             await check_fits(feature)
@@ -1027,30 +1067,38 @@ async def _check_jobs(features: list[FeatureRef], sources: list[MediaSource]) ->
 
 
 def _is_exact(request: ChatRequest) -> bool:
-    """Whether each character of the answer must match, white space and markers too: a regular expression or a choice."""
+    """True if every character of the answer must match, white space and markers included: a regular expression or a choice."""
     grammar, _ = request.grammar() or (None, "")
     return grammar is not None and grammar.type == "regex"
 
 
 def _unasked_tokens(room: int, prompt_tokens: int, guidance: Guidance | None, limit: int) -> int:
-    """Tokens of an answer for which the client has set no limit. Every pod's KV pool holds one whole context, which a guided answer shares with its
-    companion's."""
+    """Maximum tokens of an answer for which the client has set no limit.
+
+    Every pod's KV pool holds one whole context, which a guided answer shares with its companion.
+    """
     if guidance is None:
         return room
     return max(1, min(room, (limit - prompt_tokens - len(guidance.token_ids)) // 2))
 
 
 def _beside_companion(room: int, guidance: Guidance | None, limit: int) -> int:
-    """Tokens that may be generated after a prompt and its companion's, with so much room after the prompt."""
+    """Number of tokens that may be generated after a prompt and its companion's. `room`: without the companion."""
     return room if guidance is None else min(room, limit - len(guidance.token_ids))
 
 
 def _sampling(
-    request: GenerationRequest, rules: LogitRules | None, grammar: Grammar | None, room: int, unasked: int
+    request: GenerationRequest,
+    rules: LogitRules | None,
+    grammar: Grammar | None,
+    room: int,
+    default_tokens: int,
 ) -> Sampling:
-    """`room`: for the answer; `unasked`: its tokens where the request sets no limit. The seed is always set, so that a request that moves to another
-    pod draws the same tokens."""
-    max_tokens = min(request.asked_tokens or unasked, room)
+    """The sampling of a request. `room`: maximum tokens of the answer; `default_tokens`: their number if the request sets no limit.
+
+    The seed is always set, so that a request that moves to another pod draws the same tokens.
+    """
+    max_tokens = min(request.asked_tokens or default_tokens, room)
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,

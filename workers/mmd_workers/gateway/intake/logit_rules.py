@@ -1,4 +1,4 @@
-"""What a request changes of the model's logits: checked, and in the terms of the pods that apply it. Independent of the network."""
+"""A request's changes of the model's logits, checked, and in the terms of the pods that apply them. Independent of the network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.content.chat_request import GenerationRequest
 from mmd_workers.model.interfaces import Frontend
 
-MAX_BAD_WORD_TOKENS = 1024  # of all words together
+MAX_BAD_WORD_TOKENS = 1024  # tokens of all words together
 
 
 def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
@@ -33,12 +33,12 @@ def check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
 
 
 def bad_words(words: Sequence[str], frontend: Frontend) -> list[list[int]]:
-    """The sequences of tokens that are these words, each once. Takes milliseconds.
+    """The token sequences that spell these words, each once. Takes milliseconds.
 
     Raises:
         ApiError: names the word that has no token, or the field if there are too many.
     """
-    found: dict[tuple[int, ...], None] = {}
+    distinct: dict[tuple[int, ...], None] = {}
     for number, word in enumerate(words):
         sequences = frontend.sequences_of(word)
         if not sequences:
@@ -46,17 +46,17 @@ def bad_words(words: Sequence[str], frontend: Frontend) -> list[list[int]]:
                 f"bad_words[{number}] has no tokens; use a word that is more than spaces"
             )
             raise ApiError(blank, param=f"bad_words[{number}]")
-        found |= dict.fromkeys(map(tuple, sequences))
-    if (tokens := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+        distinct |= dict.fromkeys(map(tuple, sequences))
+    if (tokens := sum(map(len, distinct))) > MAX_BAD_WORD_TOKENS:
         many = InvalidValueError(
             f"bad_words have {tokens} tokens, more than the limit of {MAX_BAD_WORD_TOKENS}; send fewer or shorter words"
         )
         raise ApiError(many, param="bad_words")
-    return [list(sequence) for sequence in found]
+    return [list(sequence) for sequence in distinct]
 
 
 def logit_rules(request: GenerationRequest, words: list[list[int]]) -> LogitRules | None:
-    """The request's rules, with its bad words as tokens; None where it has none."""
+    """The request's rules, with its bad words as tokens; None if it has none."""
     rules = LogitRules(
         allowed_token_ids=sorted(set(request.allowed_token_ids or ())),
         bad_words=words,
@@ -69,7 +69,7 @@ def logit_rules(request: GenerationRequest, words: list[list[int]]) -> LogitRule
 
 
 def check_something_is_left(request: GenerationRequest, rules: LogitRules | None, frontend: Frontend) -> None:
-    """Refuse rules that could exclude every token at some step, where the model could not go on.
+    """Refuse rules that could exclude every token at some step, so that the model could not continue.
 
     Raises:
         ApiError: names the field.
@@ -89,7 +89,7 @@ def check_something_is_left(request: GenerationRequest, rules: LogitRules | None
 
 
 def check_works_with_drafts(request: GenerationRequest) -> None:
-    """Refuse what vLLM does not apply to drafts, or would apply to the wrong tokens once a request has moved.
+    """Refuse parameters that vLLM does not apply to drafts, or would apply to the wrong tokens after a request has moved.
 
     Raises:
         ApiError: names the field.

@@ -1,4 +1,4 @@
-"""Which tier of `spec.gateway.media.underLoad` new requests get. Pure: heartbeats and time come in as arguments."""
+"""Chooses the tier of `spec.gateway.media.underLoad` for new requests. Pure: heartbeats and time are arguments."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mmd_workers.gateway.placement.work import Encoders
 from mmd_workers.wire.messages.every_pod import Heartbeat
 
 NEVER_PERCENT = 100
-"""A threshold of memory that nothing exceeds: such a tier neither starts nor stays because of memory."""
+"""A memory threshold that is never exceeded: memory neither starts nor keeps such a tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """How loaded the pools are. `memory`: the part in use of that which is scarcest, at most 1; `backlog_seconds`: of all encoders."""
+    """The load of the pools. `memory`: share in use of the scarcest kind, at most 1; `backlog_seconds`: of all encoders."""
 
     memory: float = 0.0
     backlog_seconds: float = 0.0
 
     @classmethod
     def of(cls, pods: Sequence[Heartbeat], waiting_work: Mapping[Modality, float]) -> Pressure:
-        """Of these pods, which are all Ready. `waiting_work`: for encoders, beside what they have taken."""
+        """Compute the pressure on these pods, which are all Ready. `waiting_work`: encoder work that no pod has taken."""
         prefill = [pod.load for pod in pods if "prefill" in pod.roles]
         decode = [pod.load for pod in pods if "decode" in pod.roles]
         loads = [pod.load for pod in pods]
@@ -35,7 +35,7 @@ class Pressure:
             _used(loads, lambda load: load.media_bytes_used, lambda load: load.media_bytes_budget),
         )
         encoding = [pod for pod in pods if "encode" in pod.roles or pod.encodes_small_media]
-        if not encoding:  # they are on their way: fewer pixels would not bring them sooner
+        if not encoding:  # pods are starting, and fewer pixels would not speed that up
             return cls(memory)
         encoders = Encoders.of(encoding)
         queues = [waiting_work, *(pod.load.encode_queued_work for pod in encoding)]
@@ -43,39 +43,41 @@ class Pressure:
 
 
 class MediaTiers:
-    """A higher tier begins with the first observation that exceeds one of its thresholds. It ends when load has not exceeded the lower thresholds
-    of recovery for the whole hold time, and then the highest tier follows that this time would have kept. Tier 0 is full quality.
+    """Chooses the tier by load. Tier 0 is full quality.
+
+    A higher tier begins when an observation exceeds one of its thresholds. A tier ends when load has stayed within the lower recovery
+    thresholds for the whole hold time. Then comes the highest tier that this time would have kept.
     """
 
     def __init__(self, spec: UnderLoad) -> None:
         self.spec = spec
         self.number = 0
         self._calm_since: float | None = None
-        self._calm_number = 0  # the highest that load since then would keep
+        self._calm_number = 0  # highest tier that load since then would keep
 
     @property
     def tier(self) -> QualityTier | None:
-        """What applies to new requests; None: full quality."""
+        """The tier of new requests; None: full quality."""
         return self.spec.tiers[self.number - 1] if self.number else None
 
     def observe(self, pressure: Pressure, now: float) -> None:
-        """Take the load at a time in seconds, which never goes back."""
-        begun = self._exceeded(pressure, 100)
-        kept = self._exceeded(pressure, self.spec.recovery_percent)
-        if begun > self.number:
-            self.number = begun
-        if kept >= self.number:
+        """Update the tier from the load. `now`: seconds on a monotonic clock."""
+        exceeded_tier = self._exceeded(pressure, 100)
+        kept_tier = self._exceeded(pressure, self.spec.recovery_percent)
+        if exceeded_tier > self.number:
+            self.number = exceeded_tier
+        if kept_tier >= self.number:
             self._calm_since = None
             return
         if self._calm_since is None:
-            self._calm_since, self._calm_number = now, kept
-        self._calm_number = max(self._calm_number, kept)
+            self._calm_since, self._calm_number = now, kept_tier
+        self._calm_number = max(self._calm_number, kept_tier)
         if now - self._calm_since >= self.spec.hold_seconds:
             self.number = self._calm_number
             self._calm_since = None
 
     def _exceeded(self, pressure: Pressure, percent: int) -> int:
-        """The last tier of which `percent` of a threshold is exceeded; 0: none."""
+        """The last tier with a threshold of which this percentage is exceeded; 0: none."""
         share = percent / 100
         return max(
             (
@@ -100,6 +102,6 @@ def _kv_total(load: PodLoad) -> int:
 
 
 def _used(loads: Sequence[PodLoad], used: Callable[[PodLoad], int], total: Callable[[PodLoad], int]) -> float:
-    """The part in use of what these pods have together; 0 where none has any."""
-    whole = sum(map(total, loads))
-    return min(1.0, max(0, sum(map(used, loads))) / whole) if whole else 0.0
+    """The share in use of the joint total of these pods; 0 if the total is 0."""
+    capacity = sum(map(total, loads))
+    return min(1.0, max(0, sum(map(used, loads))) / capacity) if capacity else 0.0

@@ -1,4 +1,4 @@
-"""What the model does not get of the media of a request, as its response reports it. Independent of HTTP and the model."""
+"""The parts of a request's media that the model does not get, as the response reports them. Independent of HTTP and the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmd_workers.model.prompt import MediumLayout, PromptLayout
 
 
 def omissions_of(layouts: Sequence[PromptLayout]) -> dict[str, Any]:
-    """The fields of `PromptTokensDetails` that say it, with values that mean nothing is missing where that is so."""
+    """The fields of `PromptTokensDetails` about omissions; where nothing is missing, their values say so."""
     media = list(_media(layouts))
     return {
         "truncated_audio_seconds": round(sum(medium.truncated_seconds for medium in media), 3),
@@ -21,11 +21,11 @@ def omissions_of(layouts: Sequence[PromptLayout]) -> dict[str, Any]:
 
 
 def headers_of(layouts: Sequence[PromptLayout]) -> dict[str, str]:
-    """The same as headers of the response; of what is not missing there is none."""
-    found = {name: value for name, value in omissions_of(layouts).items() if value}
+    """The omissions as headers of the response; a header is absent where nothing is missing."""
+    omissions = {name: value for name, value in omissions_of(layouts).items() if value}
     return {
         f"x-mmd-{name.replace('_', '-')}": ", ".join(value) if isinstance(value, list) else str(value)
-        for name, value in found.items()
+        for name, value in omissions.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""What a prompt is made from, so that it can be laid out again with less of its media. Independent of the model and the network."""
+"""The content of a prompt, kept so that it can be laid out again with less of its media. Independent of the model and the network."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from mmd_workers.model.prompt import DegradedBy, PromptLayout
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """A conversation as the frontend takes it, with a part for each of its media. `asked`: how the request chooses to sample them; `choices`: how
-    they are sampled; `replaced_media`: of which a text stands in its place.
+    """A conversation in the frontend's form, with a part for each medium.
+
+    `asked`: the sampling that the request chooses. `choices`: the actual sampling. `replaced_media`: number of media replaced by text.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -27,12 +28,12 @@ class PromptContent:
     replaced_media: int = 0
 
     def with_choice(self, number: int, choice: SamplingChoice) -> PromptContent:
-        """Another choice for this medium."""
-        choices = [choice if n == number else one for n, one in enumerate(self.choices)]
+        """Use another choice for this medium."""
+        choices = [choice if index == number else other for index, other in enumerate(self.choices)]
         return replace(self, choices=choices)
 
     def with_text(self, number: int, text: str) -> PromptContent:
-        """This text in place of the medium, and of the sound of such a video."""
+        """Put a text in place of the medium; a video's sound is removed with it."""
         end = number + 1
         if end < len(self.infos) and self.infos[end].of_video:
             end += 1
@@ -40,15 +41,15 @@ class PromptContent:
         for message in self.messages:
             parts = []
             for part in message["content"]:
-                at = next(numbers) if part["type"] in MODALITIES else None
-                if at == number:
+                index = next(numbers) if part["type"] in MODALITIES else None
+                if index == number:
                     parts.append({"type": "text", "text": text})
-                elif at is None or not number < at < end:
+                elif index is None or not number < index < end:
                     parts.append(part)
             messages.append({**message, "content": parts})
 
         def others(values: Sequence[Any]) -> list[Any]:
-            return [one for n, one in enumerate(values) if not number <= n < end]
+            return [value for n, value in enumerate(values) if not number <= n < end]
 
         return PromptContent(
             messages,
@@ -59,7 +60,7 @@ class PromptContent:
         )
 
     def sampled_as(self, layout: PromptLayout) -> PromptContent:
-        """With choices that come to the frames of this layout, which may have fewer."""
+        """Use choices that select the frames of this layout, which may have fewer."""
         choices = [
             replace(choice, max_frames=len(medium.sampling.frame_indices))
             if medium.omitted_frames
@@ -71,15 +72,17 @@ class PromptContent:
     def reported(
         self, layout: PromptLayout, asked: Sequence[MediaAmount], taken: Sequence[MediaAmount], by: DegradedBy
     ) -> PromptLayout:
-        """A layout of this content that says what is missing from it. `asked`, `taken`: amounts of its choices."""
+        """A layout of this content that records the omissions. `asked`, `taken`: amounts of its choices."""
         media = [
             replace(
                 medium,
-                omitted_frames=wanted.frames - len(medium.sampling.frame_indices),
-                omitted_pixels=max(0, wanted.pixels - given.pixels),
+                omitted_frames=requested.frames - len(medium.sampling.frame_indices),
+                omitted_pixels=max(0, requested.pixels - used.pixels),
             )
-            for medium, wanted, given in zip(layout.media, asked, taken, strict=True)
+            for medium, requested, used in zip(layout.media, asked, taken, strict=True)
         ]
-        is_less = self.replaced_media or any(one != other for one, other in zip(asked, taken, strict=True))
+        is_less = self.replaced_media or any(
+            before != after for before, after in zip(asked, taken, strict=True)
+        )
         causes = layout.degraded_by | ({by} if is_less else frozenset())
         return replace(layout, media=media, replaced_media=self.replaced_media, degraded_by=causes)

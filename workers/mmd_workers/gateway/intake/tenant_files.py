@@ -1,7 +1,7 @@
-"""The files of tenants: what each may store, who gets which, and when they end. Independent of HTTP and of how the bytes are kept.
+"""The files of tenants: what each may store, who may read them, and when they expire. Independent of HTTP and of how bytes are stored.
 
-Room for a file is taken before its first byte is stored, for all gateways alike (`wire.stored_files`): limits hold exactly, whoever
-uploads where. A gateway that crashes leaves an upload that ends by itself.
+Space for a file is reserved before its first byte is stored, across all gateways (`wire.stored_files`). So limits hold exactly, whichever
+gateway takes the upload. An upload at a gateway that crashes expires by itself.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from mmd_workers.wire.stored_files import (
 )
 
 PERIOD_SECONDS = 5.0
-ENTRY_BYTES = 1280  # of the log, for a file: longer than any
-CHUNK_OVERHEAD_BYTES = 640  # that the server stores with a file of one chunk, at most
-UPLOAD_SLACK_SECONDS = 30.0  # from an upload's deadline to its end in the log
-CONFLICTS = 64  # in a row, between gateways that write at once
+ENTRY_BYTES = 1280  # more than any file's entry in the log
+CHUNK_OVERHEAD_BYTES = 640  # maximum overhead of the server for a file of one chunk
+UPLOAD_SLACK_SECONDS = 30.0  # from an upload's deadline to its expiry in the log
+CONFLICTS = 64  # consecutive conflicts between gateways that write at once
 CONCURRENT_READS = 4  # chunks of one file
 CHUNK_SECONDS = 15.0
 CLOSE_SECONDS = 3.0
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class Files:
-    """The files of a deployment, as one of its gateways serves them."""
+    """The files of a deployment, as served by one of its gateways."""
 
     def __init__(self, bus: Bus, spec: FilesSpec) -> None:
         self.spec = spec
@@ -72,46 +72,46 @@ class Files:
 
     @property
     def max_bytes(self) -> int:
-        """Of all files together."""
+        """Maximum bytes of all files together."""
         return self.spec.max_mebibytes << 20
 
     @property
     def used_bytes(self) -> int:
-        """What files and uploads have taken of them, as last read."""
+        """Bytes taken by files and uploads, as last read."""
         return _taken(self._entries, time.time())
 
     @property
     def num_entries(self) -> int:
-        """Files, uploads and recent deletions, as last read."""
+        """Number of files, uploads and recent deletions, as last read."""
         return len(self._entries)
 
     @property
     def max_file_bytes(self) -> int:
-        """Of one file."""
+        """Maximum bytes of one file."""
         return self.spec.max_file_mebibytes << 20
 
     async def run(self) -> None:
-        """Remove files that have ended, until cancelled."""
+        """Remove expired files, until cancelled."""
         limited = RateLimitedLog(_log)
         while True:
             try:
                 await self._remove_ended()
             except MmdError as error:
                 limited.warning("files", error.message)
-            except Exception as error:  # noqa: BLE001 - logged; no reason to end the requests that the gateway serves
+            except Exception as error:  # noqa: BLE001 - logged; it must not end the requests that the gateway serves
                 limited.warning("files", f"removing files failed: {type(error).__name__}: {error}", error)
             await asyncio.sleep(PERIOD_SECONDS)
 
     async def close(self) -> None:
-        """Finish what is being removed, within a few seconds."""
+        """Finish pending removals, within a few seconds."""
         if self._clearing:
             await asyncio.wait(self._clearing, timeout=CLOSE_SECONDS)
 
     async def begin(self, tenant: str, most_bytes: int, deadline: float) -> StoredFile:
-        """Take room for an upload of so many bytes, which ends by `deadline` (Unix seconds).
+        """Reserve space for an upload of at most `most_bytes`, which ends by `deadline` (Unix seconds).
 
         Raises:
-            FileQuotaError: there is none.
+            FileQuotaError: there is no space.
             PeerLostError, OverloadedError: the store cannot be reached.
         """
         now = time.time()
@@ -134,7 +134,7 @@ class Files:
         """Store the next chunk of an upload.
 
         Raises:
-            FileQuotaError: the server has no room.
+            FileQuotaError: the server has no space.
             PeerLostError, OverloadedError: the store cannot be reached.
         """
         await self._on_bulk(lambda contents: contents.write(entry.file_id, number, chunk))
@@ -148,64 +148,64 @@ class Files:
         """
 
         def present() -> StoredFile:
-            held = self._entries.get(entry.file_id)
-            if held is None or held.state != "uploading" or held.expires_at <= time.time():
+            current = self._entries.get(entry.file_id)
+            if current is None or current.state != "uploading" or current.expires_at <= time.time():
                 raise unknown(entry.file_id)
             return replace(entry, state="ready")
 
         return await self._write(present)
 
     async def give_up(self, entry: StoredFile) -> None:
-        """Leave nothing of an upload, also when this is cancelled; what cannot be removed now ends at its deadline."""
+        """Remove an upload, even if this call is cancelled. Anything that cannot be removed now expires at the upload's deadline."""
         task = asyncio.create_task(self._give_up(entry))
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
         await asyncio.shield(task)
 
     async def of_tenant(self, tenant: str) -> list[StoredFile]:
-        """Its files, the oldest first.
+        """The tenant's files, the oldest first.
 
         Raises:
             PeerLostError, OverloadedError: the store cannot be reached.
         """
         await self._catch_up()
         now = time.time()
-        found = [one for one in self._entries if one.tenant == tenant and _is_there(one, now)]
-        return sorted(found, key=lambda one: (one.created_at, one.file_id))
+        files = [file for file in self._entries if file.tenant == tenant and _is_there(file, now)]
+        return sorted(files, key=lambda file: (file.created_at, file.file_id))
 
     async def find_each(self, tenant: str, file_ids: set[str]) -> dict[str, StoredFile]:
-        """Those of these files that the tenant has, by id.
+        """The tenant's files among these, by id.
 
         Raises:
             PeerLostError, OverloadedError: the store cannot be reached.
         """
         await self._catch_up()
         now = time.time()
-        held = [one for file_id in file_ids if (one := self._entries.get(file_id)) is not None]
-        return {one.file_id: one for one in held if one.tenant == tenant and _is_there(one, now)}
+        entries = [entry for file_id in file_ids if (entry := self._entries.get(file_id)) is not None]
+        return {entry.file_id: entry for entry in entries if entry.tenant == tenant and _is_there(entry, now)}
 
     async def find(self, tenant: str, file_id: str) -> StoredFile:
         """A file of a tenant.
 
         Raises:
-            FileNotFoundInStoreError: the tenant has none of this id.
+            FileNotFoundInStoreError: the tenant has no file with this id.
             PeerLostError, OverloadedError: the store cannot be reached.
         """
         await self._catch_up()
         return self._of(tenant, file_id)
 
     async def delete(self, tenant: str, file_id: str) -> None:
-        """Delete a file. Requests that have read it go on.
+        """Delete a file. Requests that have read it continue.
 
         Raises:
-            FileNotFoundInStoreError: the tenant has none of this id.
+            FileNotFoundInStoreError: the tenant has no file with this id.
             PeerLostError, OverloadedError: the store cannot be reached.
         """
         await self._write(lambda: _deleted(self._of(tenant, file_id)))
         await self._remove_bytes(file_id)
 
     async def chunks(self, entry: StoredFile) -> AsyncIterator[bytes]:
-        """The bytes of a file, a chunk at a time.
+        """The bytes of a file, one chunk at a time.
 
         Raises:
             FileNotFoundInStoreError: it has been deleted meanwhile.
@@ -215,14 +215,14 @@ class Files:
             yield await self._chunk(entry, number)
 
     async def read(self, entry: StoredFile, reserve: Callable[[int], Awaitable[None]]) -> bytes:
-        """All bytes of a file. `reserve(more_bytes)` is called before they are read, for twice as many.
+        """All bytes of a file. `reserve(more_bytes)` is called first, for twice the file's size.
 
         Raises:
             FileNotFoundInStoreError: it has been deleted meanwhile.
-            LinkError: the bytes are not those that were uploaded.
+            LinkError: the bytes differ from those that were uploaded.
             PeerLostError, OverloadedError: the store cannot be reached.
         """
-        await reserve(2 * entry.num_bytes)  # twice while they are copied
+        await reserve(2 * entry.num_bytes)  # there are two copies for a moment
         data = bytearray(entry.num_bytes)
         numbers = iter(range(_num_chunks(entry)))
 
@@ -246,7 +246,7 @@ class Files:
 
     def _check_room(self, tenant: str, most_bytes: int, now: float) -> None:
         spec, files = self.spec, list(self._entries)
-        own = [one for one in files if one.tenant == tenant]
+        own = [file for file in files if file.tenant == tenant]
         of_tenant, of_all = _taken(own, now), _taken(files, now)
         if len(own) >= spec.max_tenant_files:
             raise FileQuotaError(
@@ -276,10 +276,10 @@ class Files:
             await self._remove_bytes(entry.file_id)
 
     async def _remove_ended(self) -> None:
-        """Every gateway does it: removing twice does no harm, and nobody has to be elected."""
+        """Remove expired files. Every gateway does this: removing twice does no harm, and no leader is needed."""
         await self._catch_up()
         now = time.time()
-        for entry in [one for one in self._entries if one.expires_at <= now]:
+        for entry in [entry for entry in self._entries if entry.expires_at <= now]:
             await self._remove_bytes(entry.file_id)
             async with self._turn:
                 await self._entries.forget(entry.file_id)
@@ -295,7 +295,7 @@ class Files:
             await self._entries.catch_up()
 
     async def _write(self, decide: Callable[[], StoredFile]) -> StoredFile:
-        """Write the entry that `decide` returns or raises from all that there is, once no other gateway has written in between."""
+        """Write the entry that `decide` returns, computed on the newest state, and repeat if another gateway wrote meanwhile."""
         async with self._turn:
             for _ in range(CONFLICTS):
                 await self._entries.catch_up()
@@ -313,7 +313,7 @@ class Files:
         return await self._on_bulk(lambda contents: contents.read(entry.file_id, number))
 
     async def _on_bulk(self, work: Callable[[FileBytes], Coroutine[Any, Any, T]]) -> T:
-        """Bytes have the connection of bulk, so that heartbeats and tokens never wait behind them."""
+        """Run work on the bulk connection, so that heartbeats and tokens never wait behind bytes of files."""
         try:
             if self._bulk is None or self._bytes is None:
                 self._bulk = await self._bus.bulk()
@@ -334,22 +334,22 @@ def _num_chunks(entry: StoredFile) -> int:
 
 
 def _taken(entries: Iterable[StoredFile], now: float) -> int:
-    return sum(one.num_bytes for one in entries if one.state != "deleted" and one.expires_at > now)
+    return sum(entry.num_bytes for entry in entries if entry.state != "deleted" and entry.expires_at > now)
 
 
 def _counted(entries: list[StoredFile]) -> str:
-    deleted = sum(one.state == "deleted" for one in entries)
+    deleted = sum(entry.state == "deleted" for entry in entries)
     return f"{len(entries) - deleted} files and {deleted} deletions, which count for {DELETED_SECONDS:.0f} s"
 
 
 def _deleted(entry: StoredFile) -> StoredFile:
-    """Without what a client wrote."""
+    """The entry of a deleted file, without anything a client wrote."""
     now = time.time()
     return StoredFile(entry.file_id, entry.tenant, "deleted", entry.created_at, now + DELETED_SECONDS)
 
 
 def unknown(file_id: str) -> FileNotFoundInStoreError:
-    """The error of a file that a tenant does not have."""
+    """The error for a file that a tenant does not have."""
     return FileNotFoundInStoreError(
         f"no file {file_id[:64]!r}: it has expired or been deleted, or was never uploaded with this key; upload it with POST /v1/files"
     )

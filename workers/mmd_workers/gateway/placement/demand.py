@@ -1,4 +1,4 @@
-"""What an autoscaler reads from a gateway: held requests, work for encoders, how long clients waited. Decides nothing."""
+"""A gateway's demand as an autoscaler reads it: held requests, encoder work, clients' waiting times. Decides nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT_FIRST_TOKENS = 8192
 
 
 class GatewayDemand:
-    """The newest depth of the encode queue, and times to first token of the last half minute."""
+    """The latest depth of the encode queue, and times to first token of the last half minute."""
 
     def __init__(self, percentile: int) -> None:
         self.percentile = percentile
@@ -24,11 +24,11 @@ class GatewayDemand:
         self._read_at = 0.0
 
     def first_token(self, seconds: float) -> None:
-        """A client saw its first token this long after its request arrived; negative where the clock was set back in between."""
+        """Note a client's time from arrival to first token; negative if the clock was set back in between."""
         self._first_tokens.append((time.monotonic(), max(0.0, seconds)))
 
     def queue_read(self, depths: Mapping[Modality, QueueDepth]) -> None:
-        """Work that no encoder has taken: of each modality, the jobs' mean work times the jobs not taken."""
+        """Note the depth of the queue. For each modality, the work no encoder has taken is mean work per job times jobs not taken."""
         self._read_at = time.monotonic()
         self._waiting = {
             modality: depth.work * max(0, depth.jobs - depth.running_jobs) / depth.jobs if depth.jobs else 0.0
@@ -37,15 +37,15 @@ class GatewayDemand:
 
     @property
     def waiting_work(self) -> Mapping[Modality, float]:
-        """Work that no encoder has taken, as read last; empty where that has failed."""
+        """Work that no encoder has taken, as last read; empty if reading failed."""
         return self._waiting or {}
 
     def queue_unreadable(self) -> None:
-        """The depth of the queue is unknown, which is not zero."""
+        """Note that the depth of the queue is unknown, which is not zero."""
         self._waiting = None
 
     def report(self, pod: str, revision: str, held: Mapping[Role, int]) -> GatewayStatus:
-        """What `/demand` answers. `held`: requests by the role that is missing."""
+        """The response of `/demand`. `held`: requests by the missing role."""
         now = time.monotonic()
         while self._first_tokens and self._first_tokens[0][0] < now - WINDOW_SECONDS:
             self._first_tokens.popleft()

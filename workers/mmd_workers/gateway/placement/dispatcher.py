@@ -1,6 +1,6 @@
-"""Keeps every sequence moving: places it, listens for its tokens, places it again when a worker is lost, frees it at the end.
+"""Keeps every sequence moving: places it, receives its tokens, places it again if a worker is lost, and frees it at the end.
 
-Independent of HTTP and text: it provides tokens in order, and a typed error if the rest will not come.
+Independent of HTTP and text. It provides tokens in order, and a typed error if the rest will not come.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ TICK_SECONDS = 0.5
 RETRY_SECONDS = (0.04, 1.0)  # first and longest pause before a lost attempt is placed again
 GAP_SECONDS = 8.0  # a missing token that its pod has not resent for this long will not arrive
 HANDOVER_SECONDS = 1.0  # silence after a possible holder was lost, before the request is placed again
-UNREPORTED_SECONDS = (
-    3.0  # beyond the heartbeat timeout, without a report or token of it: no pod holds the attempt
-)
-STALL_SECONDS = 2.0  # between two looks at a sequence: this process stood still, and silence proves nothing
+# Beyond the heartbeat timeout: an attempt without a report or token for this long is held by no pod.
+UNREPORTED_SECONDS = 3.0
+STALL_SECONDS = 2.0  # after a longer gap between checks this process was stalled, and silence proves nothing
 KEPT_ATTEMPTS = 64
 MOST_SUSPECTS = 1024
 SUSPECT_SECONDS = 600.0
-LEAST_TTFT_SECONDS = 0.001  # below which the error of an estimate is that of a millisecond
-BYTES_PER_TOKEN = 5  # of an id on the wire, at most
-COMMIT_BYTES = 4096  # of a handover's message, besides the placement and the outputs
-SILENCE_SECONDS = 60.0  # between two tokens of a sequence that has begun
+LEAST_TTFT_SECONDS = 0.001  # lower bound of the divisor in an estimate's relative error
+BYTES_PER_TOKEN = 5  # maximum bytes of a token id in a message
+COMMIT_BYTES = 4096  # bytes of a handover's message besides the placement and the outputs
+SILENCE_SECONDS = 60.0  # longest time between two tokens of a sequence that has begun
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Why an attempt is over, and the pod to avoid next ("" for none). `reason` is a metric's label. `wanted_room`: nothing failed, but there was
-    no room for it: that ends when others do or a pod becomes Ready, at the request's deadline at the latest. `by_media`: a medium may have failed,
-    or ended the pod. `unencodable`: the failure of a medium that cannot be encoded as it is laid out.
+    """The reason for the end of an attempt, and the pod to avoid next ("" for none).
+
+    `reason`: the label of metrics. `wanted_room`: nothing failed, but the pod had no room. This ends when other requests end or a pod becomes
+    Ready, at the latest at the request's deadline. `by_media`: a medium may have failed, or may have crashed the pod. `unencodable`: the failure
+    of a medium that cannot be encoded in its present layout.
     """
 
     reason: Literal["pod_lost", "preempted", "gave_up", "gap", "silent", "forgotten", "unencodable"]
@@ -89,12 +90,14 @@ class Lost:
 
 
 Alternative = Callable[[str], Awaitable["tuple[SequenceSpec, RouteRequest] | None"]]
-"""What is placed instead of a sequence with a feature that cannot be encoded; None: nothing."""
+"""Returns what to place instead of a sequence with a feature that cannot be encoded, or None if there is no alternative."""
 
 
 class ServedSequence:
-    """One sequence in the gateway's hands. `news` is set whenever there are tokens to take, or an end. `admission`: for which it waits first.
-    `fall_back`: where a medium that cannot be encoded need not end it.
+    """One sequence that the gateway serves.
+
+    `news`: set whenever there are tokens to take, or the sequence ends. `admission`: if given, the sequence first waits for it.
+    `fall_back`: if given, a medium that cannot be encoded need not end the sequence.
     """
 
     def __init__(
@@ -118,17 +121,17 @@ class ServedSequence:
         self.task: asyncio.Task[None] | None = None
         self.lost_pods: set[str] = set()
         self.waits_for_role: Role | None = None
-        self.wants_room = False  # its last attempt found none
+        self.wants_room = False  # the last attempt found no room
         self.placed_at = 0.0
         self.attempt = Attempt(0, -1, "", [], 0.0)
-        self.placement: Placement | None = None  # of an attempt that has no token yet
+        self.placement: Placement | None = None  # set while the attempt has no token yet
         self.gap_since: float | None = None
-        self.held_at = 0.0  # when a pod last reported that it works on the attempt
+        self.held_at = 0.0  # time of the last report by a pod that works on the attempt
         self.looked_at = 0.0
 
     @property
     def ended(self) -> bool:
-        """Whether everything has been taken and nothing more will come."""
+        """True if all tokens have been taken and no more will come."""
         return not self.state.pending_tokens and (self.state.finished or self.error is not None)
 
     def wake(self) -> None:
@@ -137,20 +140,20 @@ class ServedSequence:
         self.news.set()
 
     def fail(self, error: MmdError) -> None:
-        """End it with a typed error."""
+        """End the sequence with a typed error."""
         self.error = error
         self.leave_pods()
         self.wake()
 
     def leave_pods(self) -> None:
-        """It needs no pod any more: others may start. Safe to call twice."""
+        """Note that the sequence needs no pod any more, so that others may start. Safe to call twice."""
         if self._needs_pods and self.admission is not None:
             self.admission.sequence_ended(self.state.num_tokens)
         self._needs_pods = False
 
 
 class Dispatcher:
-    """All sequences of this gateway, by request id. One task per sequence drives it; events only change its state."""
+    """All sequences of this gateway, by request id. One task drives each sequence; events only change its state."""
 
     def __init__(
         self,
@@ -173,9 +176,8 @@ class Dispatcher:
         self._subscriptions: list[Subscription] = []
         self._pods_changed = asyncio.Event()
         self._connected_at = 0.0
-        self._suspects: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # media that a prefill pod may have failed on, and until when
+        # Feature ids of media that a prefill pod may have failed on, with the time at which the suspicion ends.
+        self._suspects: OrderedDict[str, float] = OrderedDict()
         self.timelines = Timelines()
         self.on_first_token: Callable[[float], None] = lambda _seconds: None
         self._show_factors()
@@ -186,20 +188,20 @@ class Dispatcher:
         return len(self._live)
 
     def held_by_role(self) -> dict[Role, int]:
-        """Sequences waiting for a pod, by the missing role: scale-from-zero reads this."""
-        held: dict[Role, int] = {}
+        """Count the sequences that wait for a pod, by the missing role. Scale-from-zero reads this."""
+        counts: dict[Role, int] = {}
         for sequence in self._live.values():
             if sequence.waits_for_role is not None:
-                held[sequence.waits_for_role] = held.get(sequence.waits_for_role, 0) + 1
-        return held
+                counts[sequence.waits_for_role] = counts.get(sequence.waits_for_role, 0) + 1
+        return counts
 
     def ready_pods(self) -> dict[Role, int]:
-        """Pods by role to which requests are routed now."""
+        """Count the pods, by role, that requests are routed to now."""
         pods = self._router.routable(self._directory.pods())
         return {role: sum(role in pod.roles for pod in pods) for role in ROLES}
 
     async def start(self) -> None:
-        """Listen for tokens, failures and phases of this gateway, and for pods that go."""
+        """Subscribe to tokens, failures and phases for this gateway, and to changes of pods."""
         subjects = self._bus.subjects
         self._subscriptions = [
             await self._bus.subscribe(subjects.tokens(self._gateway), TokenBatch, self._on_tokens),
@@ -212,7 +214,7 @@ class Dispatcher:
         await self._bus.flush()
 
     async def close(self) -> None:
-        """Free whatever is left, at the workers too, and stop listening."""
+        """Free all remaining sequences, at the workers too, and stop listening."""
         for sequence in list(self._live.values()):
             await self.release(sequence)
         for subscription in self._subscriptions:
@@ -227,19 +229,21 @@ class Dispatcher:
         admission: Admission | None = None,
         fall_back: Alternative | None = None,
     ) -> ServedSequence:
-        """Start a sequence, once it is admitted where there is an `admission`. The caller must `release` it, whatever happens. `fall_back`: see
-        `ServedSequence`."""
+        """Start a sequence, after its `admission` if there is one.
+
+        The caller must `release` the sequence, whatever happens. `fall_back`: see `ServedSequence`.
+        """
         sequence = ServedSequence(spec, route, timeline, news, admission, fall_back)
         self._live[spec.request_id] = sequence
         sequence.task = asyncio.create_task(self._drive(sequence), name=f"drive {spec.request_id}")
         return sequence
 
     async def release(self, sequence: ServedSequence) -> None:
-        """Forget a sequence; if it has not finished, tell the workers to free it. Safe to call twice."""
+        """Forget a sequence. If it has not finished, tell the workers to free it. Safe to call twice."""
         if self._live.pop(sequence.state.spec.request_id, None) is None:
             return
         while sequence.task is not None and not sequence.task.done():
-            sequence.task.cancel()  # again, if need be: the NATS client may swallow one in a request that is just answered
+            sequence.task.cancel()  # repeated, because the NATS client may swallow it while a reply arrives
             await asyncio.wait([sequence.task], timeout=0.1)
         sequence.attempt.ended = sequence.attempt.ended or self._clock.unix()
         sequence.leave_pods()
@@ -255,13 +259,13 @@ class Dispatcher:
             sequence = self._live.get(item.request_id)
             if sequence is None or sequence.error is not None:
                 continue
-            before = sequence.state.last_token_at
-            if taken := sequence.state.accept(item, batch.pod, now):
+            last_token_at = sequence.state.last_token_at
+            if accepted := sequence.state.accept(item, batch.pod, now):
                 if sequence.placement is not None:
                     self._note_outcome(sequence, sequence.placement, now)
-                if before is not None:
+                if last_token_at is not None:
                     self._metrics.itl.labels(sequence.timeline.modality()).observe(
-                        (now - before) / len(taken)
+                        (now - last_token_at) / len(accepted)
                     )
                 elif sequence.admission is not None:
                     sequence.admission.first_token()
@@ -277,7 +281,7 @@ class Dispatcher:
                 sequence.signal.set()
 
     def _note_outcome(self, sequence: ServedSequence, placement: Placement, now: float) -> None:
-        """The first token of an attempt: what its estimate was worth."""
+        """Compare the estimate of an attempt with the time of its first token, and let the router learn from it."""
         sequence.placement = None
         sequence.attempt.ttft_seconds = seconds = max(0.0, now - sequence.placed_at)
         error = abs(seconds - placement.estimated_ttft_seconds) / max(seconds, LEAST_TTFT_SECONDS)
@@ -286,10 +290,10 @@ class Dispatcher:
         self._show_factors()
 
     def _show_factors(self) -> None:
-        """The state of the router's estimate, as metrics."""
-        fitted = asdict(self._router.model.factors)
-        self._metrics.router_overhead.set(fitted.pop("overhead"))
-        for term, factor in fitted.items():
+        """Publish the factors of the router's estimate as metrics."""
+        factors = asdict(self._router.model.factors)
+        self._metrics.router_overhead.set(factors.pop("overhead"))
+        for term, factor in factors.items():
             self._metrics.router_factor.labels(term).set(factor)
 
     async def _on_failure(self, failed: RequestFailed) -> None:
@@ -298,14 +302,14 @@ class Dispatcher:
             sequence.signal.set()
 
     async def _on_report(self, report: SequenceReport) -> SequenceReceipt:
-        """What a pod holds for this gateway: note that it does, and reply what was received and what is not wanted."""
-        return SequenceReceipt([self._receipt_of(held, report.pod) for held in report.sequences])
+        """Note which sequences a pod holds for this gateway. The reply says what was received, and what is not wanted."""
+        return SequenceReceipt([self._receipt_of(entry, report.pod) for entry in report.sequences])
 
-    def _receipt_of(self, held: HeldSequence, pod: str) -> int:
-        sequence = self._live.get(held.request_id)
-        if sequence is None or sequence.error is not None or not sequence.state.is_current(held.attempt):
+    def _receipt_of(self, entry: HeldSequence, pod: str) -> int:
+        sequence = self._live.get(entry.request_id)
+        if sequence is None or sequence.error is not None or not sequence.state.is_current(entry.attempt):
             return -1
-        if held.open:
+        if entry.open:
             sequence.held_at = self._clock.unix()
             sequence.state.held_by(pod)
         return sequence.state.num_tokens
@@ -321,7 +325,7 @@ class Dispatcher:
             sequence.news.set()
 
     def _note_transfers(self, report: PhaseReport) -> None:
-        """How fast bytes have travelled, for the router."""
+        """Tell the router how fast bytes have travelled."""
         for phase in report.phases:
             tokens, num_bytes, seconds = (
                 phase.detail.get(name) for name in ("tokens", "bytes", "wire_seconds")
@@ -337,8 +341,8 @@ class Dispatcher:
 
     def _on_peer(self, event: PeerEvent) -> None:
         self._pods_changed.set()
-        gone = event.kind in ("lost", "reborn") or event.heartbeat.state == "drained"
-        if not gone:
+        is_gone = event.kind in ("lost", "reborn") or event.heartbeat.state == "drained"
+        if not is_gone:
             return
         for sequence in self._live.values():
             if event.heartbeat.pod in sequence.state.possible_holders():
@@ -357,7 +361,7 @@ class Dispatcher:
             sequence.fail(_out_of_time(sequence))
         except MmdError as error:
             sequence.fail(error)
-        except Exception as error:  # noqa: BLE001 - a bug must end the client's stream, not leave it waiting
+        except Exception as error:  # noqa: BLE001 - a bug must end the client's stream, not block it
             _log.exception("driving %s failed", sequence.state.spec.request_id)
             sequence.fail(MmdError(f"{type(error).__name__} in the gateway; check its log"))
 
@@ -391,28 +395,27 @@ class Dispatcher:
                     f"gave up after {failures} placements, the last with reason {lost.reason}; retry, or search for {name} in the "
                     "gateway's log"
                 )
-            if (
-                lost.reason == "gave_up"
-            ):  # a decode pod may have less in its prefix cache than the router knows
+            # A decode pod may have less in its prefix cache than the router assumes.
+            if lost.reason == "gave_up":
                 sequence.route = replace(sequence.route, prefill_only=True)
             avoid = frozenset({lost.pod}) if lost.pod else frozenset()
             await self._clock.sleep(pauses.next())
 
     async def _fall_back(self, sequence: ServedSequence, failed: RequestFailed) -> None:
-        """Go on with another prompt, which has less of the medium that has failed.
+        """Continue with another prompt, which contains less of the failed medium.
 
         Raises:
-            MmdError: there is none; the failure itself.
+            MmdError: no such prompt exists; this is the failure itself.
         """
         assert sequence.fall_back is not None
-        other = await sequence.fall_back(failed.feature_id)
-        if other is None:
+        alternative = await sequence.fall_back(failed.feature_id)
+        if alternative is None:
             raise error_of(failed.code, f"{failed.message} (from {failed.pod})")
-        spec, sequence.route = other
+        spec, sequence.route = alternative
         sequence.state.respecify(spec)
 
     def _suspect(self, route: RouteRequest, lost: Lost) -> None:
-        """For some minutes only encoder pods get these media: one that ends its process must not end another that holds prompts."""
+        """Leave these media to encoder pods for some minutes: a medium that crashes a process must not crash one that holds prompts."""
         for need in route.features:
             self._suspects[need.feature_id] = self._clock.now() + SUSPECT_SECONDS
             self._suspects.move_to_end(need.feature_id)
@@ -427,7 +430,7 @@ class Dispatcher:
         )
 
     def is_suspected(self, feature_id: str) -> bool:
-        """Whether only encoder pods get this medium now."""
+        """True while only encoder pods may encode this medium."""
         return self._suspects.get(feature_id, 0.0) > self._clock.now()
 
     async def _place(self, sequence: ServedSequence, avoid: frozenset[str]) -> None:
@@ -450,7 +453,7 @@ class Dispatcher:
             if isinstance(outcome, Overloaded) or outcome.prefill_pod in refused:
                 if isinstance(outcome, Placement):
                     self._router.take_back(outcome)
-                # No token has been sent yet: fail now. Otherwise a client is in the middle of a stream: keep trying.
+                # Fail now if no token has been sent yet. Otherwise the client is in the middle of a stream: keep trying.
                 if not state.num_tokens and avoid == frozenset():
                     why = "; ".join(
                         sorted({f"{placed.code} {placed.message}" for placed in refused.values()})
@@ -468,7 +471,7 @@ class Dispatcher:
                     unreachable.clear()
                     await self._pods_or(TICK_SECONDS)
                 placed = await self._sent_to_pod(sequence, outcome, unreachable)
-            except BaseException:  # also where the client has gone: else it would count as waiting there
+            except BaseException:  # including cancellation: the placement would still count as waiting there
                 self._router.take_back(outcome)
                 raise
             if placed.accepted:
@@ -479,7 +482,7 @@ class Dispatcher:
             sequence.attempt.lost = f"{pod} refused: {placed.code} {placed.message}"
             state.unplace()
             if placed.code == DrainingError.code:
-                unreachable.add(pod)  # it is not full but leaving: another replaces it
+                unreachable.add(pod)  # the pod is draining, not full, and will be replaced
             if pod in unreachable:
                 continue
             refusal = error_of(placed.code, f"{placed.message} (refused by {pod})")
@@ -490,10 +493,10 @@ class Dispatcher:
     async def _sent_to_pod(
         self, sequence: ServedSequence, placement: Placement, unreachable: set[str]
     ) -> Placed:
-        """Send a request to the pod where it is placed, and return its answer. A pod that does not answer is added to `unreachable`.
+        """Send a request to its prefill pod, and return the reply. A pod that does not reply is added to `unreachable`.
 
         Raises:
-            CapacityError: the request is longer than a message may be.
+            CapacityError: the request exceeds the size of a message.
         """
         state, pod = sequence.state, placement.prefill_pod
         request = state.place(
@@ -519,7 +522,7 @@ class Dispatcher:
                 f"({MAX_REQUEST_BYTES >> 20} MiB, about {MAX_REQUEST_BYTES // BYTES_PER_TOKEN} tokens); shorten it"
             ) from error
         except (PeerLostError, DeadlineError) as error:
-            # It may have taken the request nevertheless.
+            # The pod may have taken the request nevertheless.
             await self._cancel(sequence)
             unreachable.add(pod)
             return Placed(state.spec.request_id, False, error.code, error.message)
@@ -527,7 +530,7 @@ class Dispatcher:
             return Placed(state.spec.request_id, False, error.code, error.message)
 
     async def _watch(self, sequence: ServedSequence) -> Lost | None:
-        """Wait until the sequence has finished (None) or has to be placed again."""
+        """Wait until the sequence has finished (None) or must be placed again."""
         state = sequence.state
         while True:
             sequence.signal.clear()
@@ -535,17 +538,17 @@ class Dispatcher:
                 return None
             if (failed := state.failure) is not None:
                 if failed.feature_id and sequence.fall_back is not None and not state.num_tokens:
-                    why = f"{failed.pod} got no feature of a medium: {failed.code} {failed.message}"
-                    return Lost("unencodable", why, failed.pod, unencodable=failed)
+                    message = f"{failed.pod} got no feature of a medium: {failed.code} {failed.message}"
+                    return Lost("unencodable", message, failed.pod, unencodable=failed)
                 if not failed.retryable:
                     raise error_of(failed.code, f"{failed.message} (from {failed.pod})")
                 if failed.code == PreemptedError.code:
-                    why = f"{failed.pod} had no KV block left: {failed.message}"
-                    return Lost("preempted", why, failed.pod, wanted_room=True)
-                why = f"{failed.pod} abandoned it: {failed.code} {failed.message}"
+                    message = f"{failed.pod} had no KV block left: {failed.message}"
+                    return Lost("preempted", message, failed.pod, wanted_room=True)
+                message = f"{failed.pod} abandoned it: {failed.code} {failed.message}"
                 wanted_room = failed.code == OverloadedError.code
                 by_media = failed.code == UnprocessableMediumError.code
-                return Lost("gave_up", why, failed.pod, wanted_room, by_media)
+                return Lost("gave_up", message, failed.pod, wanted_room, by_media)
             if (lost := self._stuck(sequence, self._clock.unix())) is not None:
                 return lost
             with contextlib.suppress(TimeoutError):
@@ -553,32 +556,32 @@ class Dispatcher:
                     await sequence.signal.wait()
 
     def _stuck(self, sequence: ServedSequence, now: float) -> Lost | None:
-        """Why this attempt will produce nothing more; None if it may still be running."""
+        """Return why this attempt will produce nothing more, or None if it may still be running."""
         state = sequence.state
-        moved = max(sequence.placed_at, state.last_token_at or 0.0)
+        last_progress = max(sequence.placed_at, state.last_token_at or 0.0)
         certain = state.certain_holder() or ""
         if certain in sequence.lost_pods:
             return Lost("pod_lost", f"pod {certain} is gone", certain, by_media=True)
         suspects = sequence.lost_pods & state.possible_holders()
-        if suspects and now - moved > HANDOVER_SECONDS:
+        if suspects and now - last_progress > HANDOVER_SECONDS:
             return Lost(
                 "pod_lost", f"pod {min(suspects)} is gone and may have held it", min(suspects), by_media=True
             )
         sequence.gap_since = (sequence.gap_since or now) if state.has_gap else None
         if sequence.gap_since is not None and now - sequence.gap_since > GAP_SECONDS:
             return Lost("gap", f"token {state.num_tokens} did not arrive, but later tokens did", "")
-        if state.started and now - moved > SILENCE_SECONDS:
+        if state.started and now - last_progress > SILENCE_SECONDS:
             return Lost("silent", f"no token arrived for {SILENCE_SECONDS:.0f} s", certain)
         if now - sequence.looked_at > STALL_SECONDS or not self._bus.is_connected:
             sequence.held_at = now
         sequence.looked_at = now
-        last_report = max(moved, sequence.held_at, self._connected_at)
+        last_report = max(last_progress, sequence.held_at, self._connected_at)
         if now - last_report > (limit := self._directory.timeout_seconds + UNREPORTED_SECONDS):
             return Lost("forgotten", f"no pod has reported it for {limit:.1f} s", certain, by_media=True)
         return None
 
     async def _pods_or(self, seconds: float) -> None:
-        """Wait until a pod appears, goes or changes state, at most `seconds`."""
+        """Wait until a pod appears, leaves or changes state, for at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with self._clock.timeout(seconds):
                 await self._pods_changed.wait()
@@ -618,13 +621,13 @@ class Dispatcher:
 
 
 def _is_final(refusal: MmdError) -> bool:
-    """Whether no pod would take the request: the refusal is about the request, and not a defect or trouble of that pod alone."""
+    """True if no pod would take the request: the refusal is about the request, and not a fault of that pod alone."""
     about_request = type(refusal) is not MmdError and refusal.status is not None
     return about_request and not refusal.retryable
 
 
 def _largest_placement(request: GenerateRequest) -> int:
-    """Bytes of a placement whose handover, outputs included, still fits."""
+    """Maximum bytes of a placement whose handover, outputs included, still fits into a message."""
     return MAX_REQUEST_BYTES - 2 * BYTES_PER_TOKEN * request.sampling.max_tokens - COMMIT_BYTES
 
 

@@ -1,8 +1,8 @@
-"""Which waiting request starts next: deficit round robin over tenants, by seconds of work. Pure: no clock, no HTTP, no pods.
+"""Chooses the waiting request that starts next: deficit round robin over tenants, by seconds of work. Pure: no clock, no HTTP, no pods.
 
-Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995: in every round a tenant may start work for a
-quantum times its weight, and what it does not use of that is its deficit in the next round. So over time each tenant that waits gets
-work in proportion to its weight, however large its requests are, and a tenant that comes waits for one round of the others at most.
+Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995. In every round a tenant may start work for a
+quantum times its weight. Any unused part is its deficit in the next round. So over time each waiting tenant gets work in proportion to
+its weight, however large its requests are, and a new tenant waits for at most one round of the others.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from typing import Literal
 from mmd_api.tenants import Priority
 
 QUANTUM_SECONDS = 0.02
-"""Of work that weight 1 may start in a round."""
+"""Work that a tenant of weight 1 may start in a round."""
 WEIGHTS: dict[Priority, int] = {"High": 16, "Normal": 4, "Low": 1}
 """Shares of tenants by priority: weighted, not strict, so that no priority starves another."""
 RESENT_BYTES_PER_SECOND = 10e6
-"""At which a client is assumed to send a refused request again."""
+"""Assumed rate at which a client sends a refused request again."""
 
 LOOKED_AT = 4
-"""Requests of a lane that are looked at, where those before them lack room in decode alone: they may be smaller."""
+"""How many requests of a lane are tried if those before them lack only room in decode; later ones may be smaller."""
 MAX_DEBT_SECONDS = 60.0
-"""What a tenant has had beyond its turns, at most: estimates of work may be wrong by any amount."""
+"""Most work a tenant can owe beyond its turns: estimates of work may be wrong by any amount."""
 
 Lane = Literal["text", "media", "small_media"]
-"""Requests without media, and those with: the latter wait for encoders as well, and hold up no text. Small media, which prefill pods encode
-too, have more pods than others: in one lane they would always leave those no place.
+"""Requests without media, with media, and with small media.
+
+Media wait for encoders as well, and must not delay text. Prefill pods also encode small media, which thus have more pods than others; in
+a common lane, small media would always leave the others no room.
 """
 Need = Lane | Literal["decode"]
-"""Room in the window of a lane, and in decode."""
+"""The room that a request may lack: in the window of its lane, or in decode."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that waits. `work_seconds`: of the whole deployment, estimated. `arrived` and `deadline`: each on a clock of its own."""
+    """A waiting request. `work_seconds`: estimated, for the whole deployment. `arrived` and `deadline` are on different clocks."""
 
     tenant: str
     weight: int
@@ -50,13 +52,13 @@ class Waiting:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Within its tenant and lane: the earliest deadline first, of equals the first that came."""
+        """Sort key within its tenant and lane: the earliest deadline first, then the order of arrival."""
         return self.deadline, self.number
 
 
 @dataclass(slots=True)
 class _Line:
-    """What waits of one tenant, by lane and in order."""
+    """The waiting requests of one tenant, by lane and in order."""
 
     weight: int
     deficit_seconds: float = 0.0
@@ -76,9 +78,9 @@ class _Line:
 
 
 class FairQueue:
-    """The requests that wait, by tenant. The tenant whose turn it is stands first.
+    """The waiting requests, by tenant. The tenant whose turn it is comes first.
 
-    Bounded by the caller: after `add` it takes `excess` entries out until there are none.
+    The caller keeps the queue bounded: after `add`, it removes `excess` entries until there are none.
     """
 
     def __init__(self) -> None:
@@ -87,16 +89,16 @@ class FairQueue:
         self.length = 0
 
     def add(self, entry: Waiting) -> None:
-        """Let a request wait."""
+        """Add a request to the queue."""
         self._numbers += 1
         entry.number = self._numbers
         line = self._lines.setdefault(entry.tenant, _Line(entry.weight))
         line.weight = entry.weight
-        insort(line.lanes.setdefault(entry.lane, []), entry, key=lambda one: one.order)
+        insort(line.lanes.setdefault(entry.lane, []), entry, key=lambda item: item.order)
         self.length += 1
 
     def remove(self, entry: Waiting) -> bool:
-        """Let a request wait no more; False: it did not wait. A tenant without any loses its deficit, so that nobody saves up turns."""
+        """Remove a request; False if it did not wait. A tenant without requests loses its deficit, so that nobody saves up turns."""
         line = self._lines.get(entry.tenant)
         lane = line.lanes.get(entry.lane, []) if line else []
         if line is None or entry not in lane:
@@ -108,10 +110,10 @@ class FairQueue:
         return True
 
     def next(self, lacks: Callable[[Waiting], Need | None]) -> Waiting | None:
-        """Take the request that starts next; None: nothing waits, or nothing of it may start.
+        """Take the request that starts next; None if nothing waits, or nothing that waits may start.
 
-        `lacks`: the room in the pools that a request lacks; None: it may start. Only the first of each tenant's lanes are asked for, and
-        a tenant of which none may start gains nothing meanwhile.
+        `lacks`: the room in the pools that a request lacks; None: it may start. Only the first requests of each lane are tried. A tenant
+        that may start none of them gains no deficit meanwhile.
         """
         ready = {name: first for name, line in self._lines.items() if (first := _first(line, lacks))}
         if not ready:
@@ -130,62 +132,62 @@ class FairQueue:
         return chosen
 
     def take(self, entry: Waiting) -> None:
-        """Take a request whose turn it may not be. Its tenant makes up for that in its next turns."""
+        """Take a request whose turn it may not be. Its next turns make up for that."""
         self.charge(entry.tenant, entry.work_seconds)
         self.remove(entry)
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """A tenant that waits has had so much more work than its turns have given it; or less, which pays for what was more."""
+        """Charge a waiting tenant for work beyond its turns; negative seconds repay earlier charges."""
         if (line := self._lines.get(tenant)) is not None:
             charged = line.deficit_seconds - seconds
-            most = max(0.0, line.deficit_seconds)
-            line.deficit_seconds = min(most, max(-MAX_DEBT_SECONDS, charged))
+            limit = max(0.0, line.deficit_seconds)
+            line.deficit_seconds = min(limit, max(-MAX_DEBT_SECONDS, charged))
 
     def heads(self) -> Iterator[Waiting]:
-        """The first of each lane of each tenant, in the order of turns."""
+        """The first request of each lane of each tenant, in the order of turns."""
         for line in self._lines.values():
             yield from (lane[0] for lane in line.lanes.values() if lane)
 
     def excess(self, max_seconds: float, max_bytes: int, now: float) -> Waiting | None:
-        """The request to refuse while more waits than these bounds allow; None: it does not, or only one request waits.
+        """The request to refuse while the queue exceeds these bounds; None if it does not, or only one request waits.
 
-        It is one of the tenant that has the most waiting for its weight, and of these the one of which least is lost: it came last, and
-        is soon sent again.
+        It belongs to the tenant with the most waiting for its weight. Of that tenant's requests it loses least: it came last, and is soon
+        sent again.
         """
         seconds, size = self.work_seconds(), self.num_bytes()
         if self.length < 2 or (seconds <= max_seconds and size <= max_bytes):
             return None
         by_bytes = size > max_bytes
-        most = max(
+        tenant = max(
             self._lines,
             key=lambda name: (
                 (self.num_bytes(name) if by_bytes else self.work_seconds(name)) / self._lines[name].weight
             ),
         )
-        return self.least_loss(most, now)
+        return self.least_loss(tenant, now)
 
     def least_loss(self, tenant: str, now: float) -> Waiting | None:
-        """The request of a tenant whose refusal loses least; None: none of it waits."""
+        """The request of a tenant whose refusal loses least; None if the tenant has none waiting."""
         line = self._lines.get(tenant)
         if line is None:
             return None
         return min(line.entries(), key=lambda entry: (loss_seconds(entry, now), -entry.number))
 
     def entries(self) -> Iterator[Waiting]:
-        """Everything that waits, in no order."""
+        """All waiting requests, in no particular order."""
         for line in self._lines.values():
             yield from line.entries()
 
     def tenants(self) -> dict[str, int]:
-        """The tenants that wait, with their weights."""
+        """The waiting tenants, with their weights."""
         return {name: line.weight for name, line in self._lines.items()}
 
     def work_seconds(self, tenant: str | None = None) -> float:
-        """Work that waits, of one tenant or of all."""
+        """Waiting work, of one tenant or of all."""
         return math.fsum(line.work_seconds for line in self._of(tenant))
 
     def num_bytes(self, tenant: str | None = None) -> int:
-        """What the requests of one tenant, or of all, hold at the gateway while they wait."""
+        """Bytes that the waiting requests of one tenant, or of all, hold at the gateway."""
         return sum(line.num_bytes for line in self._of(tenant))
 
     def _of(self, tenant: str | None) -> list[_Line]:
@@ -194,7 +196,7 @@ class FairQueue:
         return [self._lines[tenant]] if tenant in self._lines else []
 
     def _rounds_until(self, entry: Waiting) -> int:
-        """Rounds after which its tenant may start it."""
+        """Rounds until its tenant may start the request."""
         line = self._lines[entry.tenant]
         missing = entry.work_seconds - line.deficit_seconds
         return max(0, math.ceil(missing / (line.weight * QUANTUM_SECONDS) - 1e-9))
@@ -205,17 +207,17 @@ class FairQueue:
 
 
 def loss_seconds(entry: Waiting, now: float) -> float:
-    """What a refusal costs its client: the time for which it has waited, and that of sending the request again."""
+    """Time that a refusal costs the client: the time already waited, and the time to send the request again."""
     return now - entry.arrived + entry.num_bytes / RESENT_BYTES_PER_SECOND
 
 
 def _first(line: _Line, lacks: Callable[[Waiting], Need | None]) -> Waiting | None:
-    found = []
+    candidates = []
     for lane in line.lanes.values():
         for entry in lane[:LOOKED_AT]:
             need = lacks(entry)
             if need is None:
-                found.append(entry)
+                candidates.append(entry)
             if need != "decode":
                 break
-    return min(found, key=lambda entry: entry.order, default=None)
+    return min(candidates, key=lambda entry: entry.order, default=None)

@@ -1,7 +1,7 @@
-"""The pods that requests may be sent to, as columns of numbers: one row a pod, kept up with heartbeats. Pure.
+"""The pods that requests may be sent to, as columns of numbers. Each pod has a row, and heartbeats update it. Pure.
 
-A decision looks at all pods, so what it needs of them is in arrays; a heartbeat changes one column. Where pods come, go or change their
-state, all is made anew.
+A decision looks at all pods, so their figures are in arrays. A heartbeat changes one column. When pods come, leave or change state, all
+arrays are rebuilt.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mmd_workers.wire.messages.every_pod import Heartbeat
 
 Figures = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
-DEFAULT_PREFILL_TOKENS_PER_SECOND = 2000.0  # until a pod has measured its own
+DEFAULT_PREFILL_TOKENS_PER_SECOND = 2000.0  # until a pod has measured its own rate
 DEFAULT_STEP_SECONDS = 0.02
 LEAST_STEP_SECONDS = 0.001
 UNKNOWN_NODE = -1
-COMPARED_AT_ONCE = 50  # heartbeats
+COMPARED_AT_ONCE = 50  # heartbeats per comparison
 
 
 class Rows:
@@ -32,7 +32,7 @@ class Rows:
         self.names = [beat.pod for beat in beats]
         self.row_of = {name: row for row, name in enumerate(self.names)}
         self.nodes = np.array([node_numbers.get(beat.node, UNKNOWN_NODE) for beat in beats], dtype=np.int64)
-        self.own_tokens = np.zeros(len(beats))  # of placements that heartbeats do not show yet
+        self.own_tokens = np.zeros(len(beats))  # placements by this gateway that no heartbeat includes yet
         self.own_requests = np.zeros(len(beats))
         self.beats = list(beats)
 
@@ -40,16 +40,16 @@ class Rows:
         return len(self.names)
 
     def flags(self, names: frozenset[str]) -> Flags:
-        """[rows]: which of them are named."""
-        found = np.zeros(len(self), dtype=np.bool_)
+        """True for the pods with these names, as an array [rows]."""
+        flags = np.zeros(len(self), dtype=np.bool_)
         for name in names:
             if (row := self.row_of.get(name)) is not None:
-                found[row] = True
-        return found
+                flags[row] = True
+        return flags
 
 
 class KvRows(Rows):
-    """Pods with a KV pool, and those of their figures that say whether a request fits."""
+    """Pods with a KV pool, and the figures that decide whether a request fits."""
 
     def __init__(self, beats: Sequence[Heartbeat], node_numbers: dict[str, int]) -> None:
         super().__init__(beats, node_numbers)
@@ -61,10 +61,10 @@ class KvRows(Rows):
             self.set(row, beat)
 
     def set(self, row: int, beat: Heartbeat) -> None:
-        """Take a heartbeat in."""
+        """Update a row from a heartbeat."""
         load = beat.load
         blocks = load.kv_blocks_total if load.kv_block_tokens else 0
-        room = blocks * load.kv_block_tokens
+        kv_tokens = blocks * load.kv_block_tokens
         self.beats[row] = beat
         self._columns[:, row] = (
             load.prefill_waiting_tokens,
@@ -74,10 +74,10 @@ class KvRows(Rows):
             load.decode_waiting,
             max(load.decode_max_sequences, 1),
             load.itl_seconds,
-            room if 0 < room < 2 * self.longest[row] else np.inf,  # for tokens: a pair needs no more
-            blocks - load.kv_blocks_free
-            if blocks
-            else -np.inf,  # blocks in use, and below that all there are
+            # Infinite if any pair of sequences fits.
+            kv_tokens if 0 < kv_tokens < 2 * self.longest[row] else np.inf,
+            # Blocks in use; without a pool -inf, so that the batch alone counts as busy.
+            blocks - load.kv_blocks_free if blocks else -np.inf,
             load.kv_block_tokens or 1,
             max(blocks, 1),
             load.prefill_blocked_tokens,
@@ -85,64 +85,70 @@ class KvRows(Rows):
 
     @property
     def waiting_tokens(self) -> Figures:
-        """[rows] prompt tokens that wait for prefill."""
+        """Prompt tokens that wait for prefill, as an array [rows]."""
         column: Figures = self._columns[0]
         return column
 
     @property
     def blocked_tokens(self) -> Figures:
-        """[rows] of them, those that wait for their media: the pod does not work on them meanwhile."""
+        """Waiting tokens of prompts that wait for their media, as an array [rows]. The pod cannot work on them meanwhile."""
         column: Figures = self._columns[11]
         return column
 
     @property
     def tokens_per_second(self) -> Figures:
-        """[rows] of prefill."""
+        """Prefill throughput, as an array [rows]."""
         column: Figures = self._columns[1]
         return column
 
     @property
     def waiting_requests(self) -> Figures:
-        """[rows] that wait for prefill."""
+        """Requests that wait for prefill, as an array [rows]."""
         column: Figures = self._columns[2]
         return column
 
     def needed_tokens(self, num_tokens: int, max_tokens: int, companion_tokens: int) -> Figures:
-        """[rows]: tokens whose KV the pod must hold at the end: prompt and output where it decodes, prompt and first token elsewhere, and as much
-        of a companion; 0: there is none."""
-        more = np.where(self.also_decodes, max_tokens, 1)
-        needed: Figures = np.minimum(num_tokens + more, self.longest)
+        """Tokens whose KV the pod must hold at the end, as an array [rows].
+
+        A pod that decodes holds prompt and output, any other the prompt and the first token. A companion needs as much again;
+        `companion_tokens` is 0 if there is none.
+        """
+        new_tokens = np.where(self.also_decodes, max_tokens, 1)
+        needed: Figures = np.minimum(num_tokens + new_tokens, self.longest)
         if companion_tokens:
-            needed = needed + np.minimum(companion_tokens + more, self.longest)
+            needed = needed + np.minimum(companion_tokens + new_tokens, self.longest)
         return needed
 
     def fits(self, num_tokens: int, max_tokens: int, companion_tokens: int) -> Flags:
-        """[rows]: whether the pod could hold the request if it were idle; True while it has not reported its pool."""
+        """True where the pod could hold the request if it were idle, as an array [rows]; True for pods that have not reported their pool."""
         fitting: Flags = self.needed_tokens(num_tokens, max_tokens, companion_tokens) <= self._columns[7]
         return fitting
 
     def decode_waits(self, own_decodes: Figures) -> Figures:
-        """[rows]: seconds that sequences without a place in the batch cost: a step each. `own_decodes`: [rows] placements not shown yet."""
+        """Seconds lost to sequences without a place in the batch, one step each, as an array [rows].
+
+        `own_decodes`: placements by this gateway that no heartbeat includes yet, as an array [rows].
+        """
         _, _, _, running, waiting, places, step, *_ = self._columns
-        over = np.maximum(0.0, running + own_decodes - places)
-        seconds: Figures = (waiting + over) * np.maximum(step, LEAST_STEP_SECONDS)
+        unplaced = np.maximum(0.0, running + own_decodes - places)
+        seconds: Figures = (waiting + unplaced) * np.maximum(step, LEAST_STEP_SECONDS)
         return seconds
 
     def busy(self) -> Figures:
-        """[rows]: the fuller of batch and KV pool, as a share; what is reserved is not free."""
+        """Share in use of the batch or the KV pool, whichever is fuller, as an array [rows]. Reserved blocks are not free."""
         _, _, _, running, waiting, places, _, _, used, block_tokens, blocks, _ = self._columns
         batch = (running + waiting + self.own_requests) / places
         fuller: Figures = np.maximum(batch, (used + self.own_tokens / block_tokens) / blocks)
         return fuller
 
     def step_seconds(self) -> Figures:
-        """[rows]: between two tokens of a sequence."""
+        """Seconds between two tokens of a sequence, as an array [rows]."""
         step = self._columns[6]
         return np.where(step > 0, step, DEFAULT_STEP_SECONDS)
 
 
 class EncodeRows(Rows):
-    """Pods that encode: work queued and throughput by modality."""
+    """Pods that encode, with queued work and throughput by modality."""
 
     def __init__(self, beats: Sequence[Heartbeat], node_numbers: dict[str, int]) -> None:
         super().__init__(beats, node_numbers)
@@ -152,7 +158,7 @@ class EncodeRows(Rows):
             self.set(row, beat)
 
     def set(self, row: int, beat: Heartbeat) -> None:
-        """Take a heartbeat in."""
+        """Update a row from a heartbeat."""
         self.beats[row] = beat
         for number, modality in enumerate(MODALITIES):
             self.queued[number, row] = beat.load.encode_queued_work.get(modality, 0)
@@ -160,18 +166,19 @@ class EncodeRows(Rows):
 
 
 class Fleet:
-    """The ready pods of one revision, by role. A pod may be in several tables. `takers`: decode pods that compute prompts themselves; their own
-    placements are those of prompts.
+    """The ready pods of one revision, by role. A pod may be in several tables.
+
+    `takers`: decode pods that compute prompts themselves. Their own placements are prompts.
     """
 
     def __init__(self, revision: str) -> None:
         self._revision = revision
         self._beats: Sequence[Heartbeat] = ()
-        self.version = 0  # moves when rows are made anew
+        self.version = 0  # changes when rows are rebuilt
         self._make(())
 
     def update(self, beats: Sequence[Heartbeat]) -> list[Heartbeat]:
-        """Take the newest heartbeats in; returns those that were not there before."""
+        """Take the newest heartbeats; return those that are new."""
         before = self._beats
         if len(before) != len(beats):
             return self._renew(beats)
@@ -186,7 +193,7 @@ class Fleet:
         return [beats[place] for place in changed]
 
     def has(self, pod: str) -> bool:
-        """Whether any pod of this name, in whatever state, was among the newest heartbeats."""
+        """True if a pod of this name, in any state, was among the newest heartbeats."""
         return pod in self._names
 
     def _renew(self, beats: Sequence[Heartbeat]) -> list[Heartbeat]:
@@ -210,11 +217,8 @@ class Fleet:
         )
         order = np.argsort(self.decode.nodes, kind="stable")
         nodes, starts = np.unique(self.decode.nodes[order], return_index=True)
-        self.decode_by_node = (
-            order,
-            starts,
-            nodes,
-        )  # rows of one node side by side, where each begins, and which it is
+        # Rows grouped by node, where each group begins, and the node of each group.
+        self.decode_by_node = order, starts, nodes
         self.encoders = EncodeRows([beat for beat in routable if beat.roles == ["encode"]], numbers)
         prefill = self.prefill.beats
         self.encodes_all = np.array(["encode" in beat.roles for beat in prefill], dtype=np.bool_)
@@ -232,20 +236,21 @@ class Fleet:
 
 
 def _places_of_others(beats: Sequence[Heartbeat], before: Sequence[Heartbeat]) -> list[int]:
-    """Where another heartbeat is than before. Most parts have none: lists of the same objects are compared much faster than by one object
-    after the other.
+    """The positions at which heartbeats have changed.
+
+    Most parts have no changes. Comparing lists of the same objects is much faster than comparing the objects one by one.
     """
     places: list[int] = []
-    for at in range(0, len(beats), COMPARED_AT_ONCE):
-        end = at + COMPARED_AT_ONCE
-        new, old = beats[at:end], before[at:end]
+    for begin in range(0, len(beats), COMPARED_AT_ONCE):
+        end = begin + COMPARED_AT_ONCE
+        new, old = beats[begin:end], before[begin:end]
         if new != old:
-            places += compress(range(at, end), map(is_not, new, old))
+            places += compress(range(begin, end), map(is_not, new, old))
     return places
 
 
 def _kind(beat: Heartbeat) -> tuple[object, ...]:
-    """What rows and tables depend on."""
+    """The facts about a pod that rows and tables depend on."""
     return (
         *(beat.pod, beat.roles, beat.state, beat.revision, beat.max_model_len, beat.node),
         *(beat.takes_prompts, beat.encodes_small_media),

@@ -1,9 +1,9 @@
-"""Which prefill pod takes a request, and which decode pods may follow. Pure: heartbeats, outcomes and the time come in as arguments.
+"""Chooses the prefill pod of a request and the decode pods that may follow. Pure: heartbeats, outcomes and the time are arguments.
 
-Prefill and decode are chosen together, by seconds: the time to the first token at each prefill pod (what the encoders have to do, what has
-to travel, what is queued, what of the prompt is not cached), and the time until the best decode pod for it goes on (the KV that has to
-travel there, and how busy it is). Where prefill pods have towers beside a pool of encoders, small media are encoded by the pod that
-computes the prompt when that is sooner. Factors of the estimate are fitted to what requests took.
+Prefill and decode pods are chosen together, by seconds. The first part is the time to the first token at each prefill pod: work of the
+encoders, data to transfer, the queue, and prompt tokens that are not cached. The second part is the time until the best decode pod
+continues: KV to transfer, and how busy that pod is. Where prefill pods have towers beside a pool of encoders, the pod that computes the
+prompt encodes small media itself if that is sooner. The factors of the estimate are fitted to measured times.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from mmd_workers.gateway.placement.ttft_model import Terms, TtftModel
 from mmd_workers.wire.messages.every_pod import Heartbeat
 
 DEFAULT_MAX_WAITING_REQUESTS = 512  # where the spec has no prefill pool
-EMBEDDING_BYTES_PER_TOKEN = 8100.0  # until one has been moved
-NATS_BYTES_PER_SECOND = 270e6  # what NATS core carries on one connection
+EMBEDDING_BYTES_PER_TOKEN = 8100.0  # until a transfer has been measured
+NATS_BYTES_PER_SECOND = 270e6  # throughput of NATS core on one connection
 EMBEDDING_SECONDS_PER_TOKEN = EMBEDDING_BYTES_PER_TOKEN / NATS_BYTES_PER_SECOND
 KV_SAME_NODE_BYTES_PER_SECOND = 4e9
 KV_OTHER_NODE_BYTES_PER_SECOND = 1e9
 DEFAULT_WORK_PER_SECOND = 2000.0
 BUSY_TOKENS = 64  # a full decode pod costs as much as this many of its tokens
-MOST_DECODERS = 16  # that a placement names
+MOST_DECODERS = 16  # maximum number of decode pods in a placement
 TIE_SECONDS = 0.005
 TIE_FRACTION = 0.1
 DECODE_TIE_SECONDS = 1e-6
 MIN_RETRY_AFTER_SECONDS, MAX_RETRY_AFTER_SECONDS = 1.0, 30.0
-OWN_PLACEMENT_SECONDS = 3.0  # a heartbeat this long overdue is for the directory to judge
+OWN_PLACEMENT_SECONDS = 3.0  # the directory judges pods whose heartbeat is overdue for longer
 EXPIRY_CHECK_SECONDS = 0.25
-MAX_LOCAL_PROMPTS = 4  # of the longest that a decode pod computes itself, which may wait there: more of them would hold up its decoding
+# Maximum number of prompts, of the longest local length, that wait at a decode pod. More would delay its decoding.
+MAX_LOCAL_PROMPTS = 4
 _AVOIDED_SECONDS = 1e9
-_ANYWHERE = ""  # as the sender of embeddings: whichever encoder takes the job
+_ANYWHERE = ""  # sender of embeddings: any encoder may take the job
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureNeed:
-    """One medium of the request: identity, encoder work in the units of its modality, rows of its embeddings. `end`: the position in the
-    prompt after its last placeholder; it is not encoded where the KV of all before that is cached.
+    """One medium of the request: identity, encoder work in the units of its modality, rows of its embeddings.
+
+    `end`: the position in the prompt after its last placeholder. A pod with the KV of all tokens before `end` need not encode the medium.
     """
 
     feature_id: str
@@ -59,11 +61,14 @@ class FeatureNeed:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What routing needs to know. `prefix`: identities of the prompt's whole KV blocks, first to last, by size of block. `prefill_only`: no
-    decode pod computes it, because one has given it back. `encoders_only`: where there is a pool of encoders, its media are encoded there;
-    `encoders_first`: if a pod of it is Ready. `companion_tokens`: of a companion, whose KV does not travel; 0: it has none.
+    """The facts that routing needs about a request.
 
-    `avoid`: pods that have just refused or lost this request; they are taken only if nothing else is there.
+    `prefix`: identities of the prompt's complete KV blocks, first to last, by block size.
+    `avoid`: pods that have just refused or lost this request; they are chosen only if there are no others.
+    `prefill_only`: no decode pod computes the prompt, because one has returned it.
+    `encoders_only`: with a pool of encoders, only its pods encode the media.
+    `encoders_first`: the same, but only while a pod of that pool is Ready.
+    `companion_tokens`: tokens of the companion, whose KV is not transferred; 0: there is no companion.
     """
 
     request_id: str
@@ -79,14 +84,17 @@ class RouteRequest:
 
     @property
     def held_tokens(self) -> int:
-        """Of both prompts."""
+        """Tokens of the prompt and its companion."""
         return self.num_tokens + self.companion_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode_pods` in order of preference; empty: the pod that computes the prompt decodes itself. `number`: under which it is counted. `terms`: what the
-    estimate is made of. `cached_tokens`: leading tokens of the prompt that the prefill pod is known to have. `encode_here`: that pod encodes the media itself.
+    """The pods chosen for one attempt.
+
+    `decode_pods`: in order of preference; empty: the pod that computes the prompt also decodes. `terms`: the parts of the estimate.
+    `cached_tokens`: leading tokens of the prompt in the prefill pod's cache, as far as known. `number`: key under which the router counts
+    the placement. `encode_here`: the prefill pod encodes the media itself.
     """
 
     prefill_pod: str
@@ -104,13 +112,13 @@ class Placement:
 
     @property
     def retry_after_seconds(self) -> float:
-        """When to come back if the prefill pod refuses: its requests in flight are done by then."""
+        """Seconds after which to retry if the prefill pod refuses: its present requests are finished by then."""
         return _patience(self.estimated_ttft_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class NothingRoutable:
-    """A role that the request needs has no ready pod: hold the request, pods may be on their way."""
+    """A role that the request needs has no ready pod. Hold the request: pods may be starting."""
 
     missing_role: Role
 
@@ -133,12 +141,15 @@ Outcome = Placement | NothingRoutable | Overloaded | NeverFits
 
 
 Beat = tuple[str, float]
-"""Which heartbeat of a pod: incarnation and time by the pod's own clock, which is compared with no other clock."""
+"""Identifies a heartbeat of a pod: incarnation, and time by the pod's own clock, which is never compared with other clocks."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A placement; `accepted_after`: the newest heartbeat when the pod had accepted it, so that the next one shows it."""
+    """A counted placement.
+
+    `accepted_after`: the pod's newest heartbeat when it accepted the request; any later heartbeat includes it.
+    """
 
     tokens: int
     placed_at: float
@@ -146,12 +157,15 @@ class _Entry:
 
 
 Own = dict[str, dict[int, _Entry]]
-"""Placements of this gateway that no heartbeat of the pod has shown yet, by pod and number."""
+"""Placements by this gateway that are not in a heartbeat of the pod yet, by pod and number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Estimates:
-    """[rows of prefill]: see `Terms`; `ttft` with the factors applied. `encode_here`: for the pod to encode the `media` itself."""
+    """Estimates as arrays [rows of prefill]; see `Terms` for the first four.
+
+    `ttft`: with the factors applied. `encode_here`: True where the pod should encode the `media` itself.
+    """
 
     queue: Figures
     encode: Figures
@@ -173,24 +187,25 @@ class _Estimates:
 
 @dataclass(slots=True)
 class _MediaWork:
-    """[rows of prefill]: tokens of the media that each pod lacks, and their work by modality: `own` if it encodes them itself, `shared` if
-    encoder pods do, without what these have cached.
+    """Arrays [rows of prefill]: tokens of the media that each pod lacks, and their encoder work by modality.
+
+    `own`: work if the pod encodes them itself. `shared`: work if encoder pods do, without features in their caches.
     """
 
     tokens: Figures
     own: dict[Modality, Figures]
     shared: dict[Modality, Figures]
 
-    def add(self, need: FeatureNeed, wanted: Figures, *, cached_by_encoder: bool) -> None:
-        """`wanted`: 1 where the pod lacks the medium, else 0."""
-        self.tokens += need.num_tokens * wanted
-        needed = need.work * wanted
+    def add(self, need: FeatureNeed, is_missing: Figures, *, cached_by_encoder: bool) -> None:
+        """Add a medium. `wanted`: 1 where the pod lacks the medium, else 0."""
+        self.tokens += need.num_tokens * is_missing
+        needed = need.work * is_missing
         for work in (self.own,) if cached_by_encoder else (self.own, self.shared):
             before = work.get(need.modality)
             work[need.modality] = needed if before is None else before + needed
 
     def own_seconds(self, row: int, fleet: Fleet) -> float:
-        """Of the pod's own tower, for these media alone."""
+        """Seconds that the pod's own tower needs for these media alone."""
         rates = fleet.local_encoders.work_per_second[:, row]
         return sum(
             float(work[row]) / (float(rates[MODALITIES.index(modality)]) or DEFAULT_WORK_PER_SECOND)
@@ -200,15 +215,16 @@ class _MediaWork:
 
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """[rows of prefill] and [rows of decode]: leading tokens of a prompt in the pod's prefix cache."""
+    """Leading tokens of a prompt in each pod's prefix cache, as arrays [rows of prefill] and [rows of decode]."""
 
     prefill: Figures
     decode: Figures
 
 
 class _View:
-    """What is known of the pods of a fleet besides their heartbeats. Made anew with its rows, with the slots of the index, and once a
-    second, because what is known of links fades.
+    """Facts about the pods of a fleet that are not in heartbeats.
+
+    Rebuilt when the rows or the slots of an index change, and once a second, because measurements of links fade.
     """
 
     def __init__(
@@ -229,10 +245,11 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class PlacementLimits:
-    """What the spec sets for placing.
+    """Limits that the spec sets for placement.
 
-    `max_waiting_requests`: of a prefill pod. `local_prefill_tokens`: of a prompt without media to compute, up to which a decode pod computes
-    it itself. `local_encode_tokens`: of media to encode, up to which a prefill pod with a tower beside encoder pods may encode them itself.
+    `max_waiting_requests`: maximum number of requests that wait at a prefill pod.
+    `local_prefill_tokens`: maximum tokens to compute, none of them of media, for a decode pod to compute a prompt itself.
+    `local_encode_tokens`: maximum tokens of media to encode for a prefill pod, with a tower beside encoder pods, to encode them itself.
     """
 
     max_waiting_requests: int
@@ -241,7 +258,7 @@ class PlacementLimits:
 
     @classmethod
     def of(cls, spec: MultimodalDeploymentSpec) -> PlacementLimits:
-        """The limits of this spec."""
+        """Read the limits from a spec."""
         return cls(
             spec.prefill.max_waiting_requests if spec.prefill is not None else DEFAULT_MAX_WAITING_REQUESTS,
             spec.decode.local_prefill_tokens,
@@ -250,8 +267,9 @@ class PlacementLimits:
 
 
 class Router:
-    """Places requests of one pipeline revision. Holds its own placements of the last heartbeat interval, the index of prefixes, and what it
-    has learnt from outcomes.
+    """Places requests of one pipeline revision.
+
+    Keeps its own placements of the last heartbeat interval, the index of prefixes, and a model fitted to outcomes.
     """
 
     def __init__(
@@ -263,7 +281,7 @@ class Router:
         features: CacheIndex | None = None,
     ) -> None:
         self.limits = limits
-        self.waiting_encode_work: Mapping[Modality, float] = {}  # in the queue: no encoder pod has taken it
+        self.waiting_encode_work: Mapping[Modality, float] = {}  # queued, not taken by an encoder pod
         self.index = index if index is not None else CacheIndex()
         self.features = features if features is not None else CacheIndex()
         self.model = TtftModel()
@@ -283,16 +301,16 @@ class Router:
     # --- decisions ------------------------------------------------------------------------------------------------
 
     def route(self, request: RouteRequest, heartbeats: Sequence[Heartbeat], now: float) -> Outcome:
-        """Choose pods among the ready ones of this revision, and count the placement until heartbeats show it.
+        """Choose among the ready pods of this revision, and count the placement until heartbeats include it.
 
-        `now`: seconds on a clock that never goes back. The caller must `confirm` it or `take_back` it.
+        `now`: seconds on a monotonic clock. The caller must `confirm` the placement or `take_back` it.
         """
         self._follow(heartbeats, now)
         fleet = self._fleet
         cached = self._cached_tokens(request, fleet)
         if (local := self._computed_by_decoder(request, fleet, cached, now)) is not None:
             return local
-        if not len(fleet.prefill):  # encoders may be scaled to zero: they delay no placement
+        if not len(fleet.prefill):  # encoders may be scaled to zero; they delay no placement
             return NothingRoutable("prefill")
         if not len(fleet.decode):
             return NothingRoutable("decode")
@@ -331,7 +349,7 @@ class Router:
         )
         to_compute = max(1, request.held_tokens - placement.cached_tokens)
         if placement.encode_here:
-            # Until heartbeats show it, the tower's work counts as prompt tokens that take as long.
+            # Until heartbeats include it, the tower's work counts as the prompt tokens that take the same time.
             seconds = estimates.media.own_seconds(row, fleet)
             to_compute += math.ceil(seconds * fleet.prefill.tokens_per_second[row])
         self._count(placement, to_compute, request.held_tokens, now)
@@ -342,7 +360,7 @@ class Router:
         return self._placements
 
     def _count(self, placement: Placement, prompt_tokens: int, num_tokens: int, now: float) -> None:
-        """Count a placement where it waits: what has to be computed with the pod that does, its KV with the one that decodes."""
+        """Count a placement where it waits: tokens to compute at the computing pod, all KV at the decoding pod."""
         for (rows, table, name), tokens in zip(
             self._counted(placement), (prompt_tokens, num_tokens), strict=True
         ):
@@ -352,20 +370,22 @@ class Router:
     def _computed_by_decoder(
         self, request: RouteRequest, fleet: Fleet, cached: _Cached, now: float
     ) -> Placement | None:
-        """A placement on the best decode pod that computes this prompt itself: little of it is left to compute, no medium is in that,
-        and no more than a few prompts wait there. A handover would cost more, and the prefill pods compute long prompts.
+        """Place the request on the best decode pod that may compute its prompt, or return None.
+
+        A decode pod may compute a prompt if few tokens are left to compute, none of them belong to a medium, and few prompts wait there.
+        A handover would cost more, and the prefill pods are left to long prompts.
         """
-        takers, most = fleet.takers, self.limits.local_prefill_tokens
-        if not most or not len(takers) or request.prefill_only:
+        takers, max_tokens = fleet.takers, self.limits.local_prefill_tokens
+        if not max_tokens or not len(takers) or request.prefill_only:
             return None
-        there = cached.decode[fleet.decode_row_of_taker]
-        missing = request.held_tokens - there
+        cached_tokens = cached.decode[fleet.decode_row_of_taker]
+        missing = request.held_tokens - cached_tokens
         waiting = takers.waiting_tokens + takers.own_tokens
         busy = fleet.decode.busy()[fleet.decode_row_of_taker]
         able = (
-            (missing <= most)
-            & (there >= max((need.end for need in request.features), default=0))
-            & (waiting + missing <= MAX_LOCAL_PROMPTS * most)
+            (missing <= max_tokens)
+            & (cached_tokens >= max((need.end for need in request.features), default=0))
+            & (waiting + missing <= MAX_LOCAL_PROMPTS * max_tokens)
             & takers.fits(request.num_tokens, request.max_tokens, request.companion_tokens)
             & (busy < 1)
             & ~takers.flags(request.avoid)
@@ -378,24 +398,26 @@ class Router:
         row = int(np.where(able, cost, np.inf).argmin())
         terms = Terms(float(queue[row]), 0.0, 0.0, float(prefill[row]))
         estimate = float(self.model.factors.ttft(terms.queue, 0.0, 0.0, terms.prefill))
-        placement = Placement(takers.names[row], (), estimate, terms, int(there[row]), self._next_number())
+        placement = Placement(
+            takers.names[row], (), estimate, terms, int(cached_tokens[row]), self._next_number()
+        )
         self._count(placement, int(missing[row]), request.held_tokens, now)
         return placement
 
     def confirm(self, placement: Placement, newest: Callable[[str], Heartbeat | None]) -> None:
-        """Its pod has just accepted it. `newest`: a pod's heartbeat that came last before that; later ones show it."""
+        """Note that the pod has accepted the placement. `newest`: a pod's last heartbeat before that; later heartbeats include it."""
         for _, table, name in self._counted(placement):
             if (entry := table.get(name, {}).get(placement.number)) is not None:
                 entry.accepted_after = None if (beat := newest(name)) is None else _beat(beat)
 
     def take_back(self, placement: Placement) -> None:
-        """Stop counting a placement: its pod refused it, or it was never sent."""
+        """Stop counting a placement that its pod refused, or that was never sent."""
         for rows, table, name in self._counted(placement):
-            table.get(name, {}).pop(placement.number, None)  # it may have been forgotten since
+            table.get(name, {}).pop(placement.number, None)  # it may have been dropped meanwhile
             _count_own(rows, table, name)
 
     def routable(self, heartbeats: Sequence[Heartbeat]) -> list[Heartbeat]:
-        """The pods that requests may be sent to: ready, and of this revision."""
+        """The pods that may be sent requests: ready, and of this revision."""
         return [pod for pod in heartbeats if pod.state == "ready" and pod.revision == self._revision]
 
     # --- time to the first token ------------------------------------------------------------------------------------
@@ -405,20 +427,23 @@ class Router:
         ready, all_waiting = self._queue_seconds(fleet)
         media = self._media_work(request, fleet, cached_tokens)
         encode, transfer = self._sent_for(media, fleet)
-        # Media come after those that wait for encoders already, and so after their prompts.
+        # New media are encoded after those already waiting, so this prompt also follows the prompts of those.
         queue = np.where(media.tokens > 0, all_waiting, ready) if media.own else ready
         compute = np.maximum(1.0, request.held_tokens - cached_tokens) / prefill.tokens_per_second
         ttft = factors.ttft(queue, encode, transfer, compute)
         here = np.zeros(len(ttft), dtype=np.bool_)
         if fleet.has_towers and media.own:
-            own, nothing = _own_encode_seconds(media, fleet), np.zeros(len(ttft))
+            own_seconds, nothing = _own_encode_seconds(media, fleet), np.zeros(len(ttft))
             sent = request.encoders_only or (request.encoders_first and len(fleet.encoders))
             if self.limits.local_encode_tokens and not sent:
                 small = (media.tokens > 0) & (media.tokens <= self.limits.local_encode_tokens)
-                sooner = factors.ttft(ready, own, nothing, compute, in_turn=True) < ttft
+                sooner = factors.ttft(ready, own_seconds, nothing, compute, in_turn=True) < ttft
                 here = fleet.encodes_small_media & small & (sooner if len(fleet.encoders) else True)
-            itself = here | fleet.encodes_all
-            encode, transfer = np.where(itself, own, encode), np.where(itself, nothing, transfer)
+            encodes_itself = here | fleet.encodes_all
+            encode, transfer = (
+                np.where(encodes_itself, own_seconds, encode),
+                np.where(encodes_itself, nothing, transfer),
+            )
             queue = np.where(here, ready, queue)
             ttft = factors.ttft(queue, encode, transfer, compute, in_turn=here)
         return _Estimates(queue, encode, transfer, compute, ttft, here, media)
@@ -430,36 +455,40 @@ class Router:
         return _Cached(tokens[view.prefill_slots], tokens[view.decode_slots])
 
     def _queue_seconds(self, fleet: Fleet) -> tuple[Figures, Figures]:
-        """[rows]: what waits before a request, without prompts that wait for their media, and with them. A pod that also decodes shares its
-        steps: a waiting sequence costs about one step.
+        """Seconds of queued work ahead of a request, as arrays [rows]: without prompts that wait for their media, and with them.
+
+        A pod that also decodes shares its steps: each waiting sequence costs about one step.
         """
         prefill = fleet.prefill
         waiting = prefill.waiting_tokens + prefill.own_tokens
         ready: Figures = np.maximum(0.0, waiting - prefill.blocked_tokens) / prefill.tokens_per_second
         seconds: Figures = waiting / prefill.tokens_per_second
         if prefill.also_decodes.any():
-            own = fleet.decode.own_requests[fleet.decode_row_of_prefill]
-            steps = np.where(prefill.also_decodes, prefill.decode_waits(own), 0.0)
+            own_decodes = fleet.decode.own_requests[fleet.decode_row_of_prefill]
+            steps = np.where(prefill.also_decodes, prefill.decode_waits(own_decodes), 0.0)
             ready, seconds = ready + steps, seconds + steps
         return ready, seconds
 
     def _media_work(self, request: RouteRequest, fleet: Fleet, cached_tokens: Figures) -> _MediaWork:
-        """What of a request's media is left to do. A feature that an encoder pod has cached costs its transfer alone: the job goes to that
-        very pod. One that the prefill pod has costs nothing, nor does a medium whose tokens are all in its prefix cache.
+        """The encoder work and transfers that are left for a request's media.
+
+        A feature cached by an encoder pod costs only its transfer, because the job goes to that pod. A feature at the prefill pod costs
+        nothing, nor does a medium whose tokens are all in the pod's prefix cache.
         """
         view, work = self._view, _MediaWork(np.zeros(len(fleet.prefill)), {}, {})
         for need in request.features:
-            wanted = cached_tokens < need.end
+            is_missing = cached_tokens < need.end
             holders = self.features.holders(feature_identity(need.feature_id))
             if holders & view.prefill_feature_bits:
-                wanted &= ~self.features.flags(holders)[view.feature_slots]
+                is_missing &= ~self.features.flags(holders)[view.feature_slots]
             cached_by_encoder = bool(holders & view.encoder_feature_bits)
-            work.add(need, wanted.astype(np.float64), cached_by_encoder=cached_by_encoder)
+            work.add(need, is_missing.astype(np.float64), cached_by_encoder=cached_by_encoder)
         return work
 
     def _sent_for(self, media: _MediaWork, fleet: Fleet) -> tuple[Figures, Figures]:
-        """[rows]: backlog ahead of this request's media plus their own work, over the encoders' throughput; and their transfer. Encoders
-        pull from one queue, so the backlog is the pool's: what they have taken and what is in the queue.
+        """Seconds until encoder pods have encoded these media, and seconds to transfer them, as arrays [rows].
+
+        Encoding includes the backlog ahead. Encoders pull from one queue, so the backlog is that of the pool: jobs taken plus jobs queued.
         """
         encode = np.zeros(len(fleet.prefill))
         for modality, work in media.shared.items():
@@ -470,7 +499,7 @@ class Router:
     # --- decode pods --------------------------------------------------------------------------------------------------
 
     def _decode_load(self, request: RouteRequest, fleet: Fleet, fits: Flags) -> Figures:
-        """[rows of decode]: seconds that its load costs a request there; infinite where it may not go."""
+        """Seconds that a pod's load costs a request there, as an array [rows of decode]; infinite where the request may not go."""
         decode = fleet.decode
         seconds = decode.busy() * decode.step_seconds() * BUSY_TOKENS
         alone = fits & ~decode.also_prefills
@@ -488,19 +517,24 @@ class Router:
         load: Figures,
         missing_tokens: Figures,
     ) -> Figures:
-        """[rows of prefill]: what a request costs at each pod; the least is the best. Other policies to compare with know what else there is."""
+        """The cost of a request at each pod, as an array [rows of prefill]; the lowest is the best.
+
+        Alternative policies, for comparison, override this method and use the other arguments.
+        """
         return estimates.ttft + self._handover_seconds(fleet, load, missing_tokens)
 
     def _handover_seconds(self, fleet: Fleet, load: Figures, missing_tokens: Figures) -> Figures:
-        """[rows of prefill]: how much later than at the least loaded one the best decode pod goes on, because the KV that it lacks travels
-        from here to it, as fast as between any two pods on one node, or on two.
+        """Seconds by which the handover from each prefill pod delays decoding, as an array [rows of prefill].
+
+        The delay is relative to starting at once on the least loaded decode pod: the best decode pod also waits for the KV it lacks. The
+        transfer is assumed to be as fast as between any two pods on one node, or on two.
         """
         prefill = fleet.prefill
         if not self.kv.bytes_per_token or fleet.num_nodes < 2:
             return np.zeros(len(prefill))
         num_bytes = missing_tokens * self.kv.bytes_per_token
         far, near = (load + num_bytes / self.kv.rate_of_kind(same_node=same) for same in (False, True))
-        by_node = np.full(fleet.num_nodes + 1, np.inf)  # the last one: of those whose node is unknown
+        by_node = np.full(fleet.num_nodes + 1, np.inf)  # the last entry: pods whose node is unknown
         order, starts, nodes = fleet.decode_by_node
         by_node[nodes] = np.minimum.reduceat(near[order], starts)
         by_node[UNKNOWN_NODE] = np.inf
@@ -510,7 +544,7 @@ class Router:
     def _decode_order(
         self, fleet: Fleet, prefill_row: int, load: Figures, missing_tokens: Figures, now: float
     ) -> tuple[str, ...]:
-        """The best decode pods for a prefill pod: by load, and by the time that the KV which they lack travels there."""
+        """The best decode pods for a prefill pod, by their load and the time to transfer the KV they lack."""
         decode, prefill = fleet.decode, fleet.prefill
         cost = load + self._numbers.random(len(load)) * DECODE_TIE_SECONDS
         if not self.kv.bytes_per_token:
@@ -530,25 +564,26 @@ class Router:
         return tuple(decode.names[row] for row in sorted(best, key=best.__getitem__) if best[row] < np.inf)
 
     def _choose(self, fleet: Fleet, cost: Figures) -> int:
-        """Of the pods that are as good as the best, two at random, the better of the two: gateways do not herd. The overhead is the same at
-        all pods, so it makes none as good as another.
+        """Choose the better of two random pods among those about as good as the best, so that gateways do not herd.
+
+        The overhead is the same at all pods, so it does not widen the tie.
         """
         best = float(cost.min())
         width = max(TIE_SECONDS, (best - self.model.factors.overhead) * TIE_FRACTION)
         tied: list[int] = np.flatnonzero(cost <= best + width).tolist()
-        two = self._rng.sample(tied, min(2, len(tied)))
-        return min(two, key=lambda row: (cost[row], fleet.prefill.own_requests[row]))
+        candidates = self._rng.sample(tied, min(2, len(tied)))
+        return min(candidates, key=lambda row: (cost[row], fleet.prefill.own_requests[row]))
 
     # --- outcomes -----------------------------------------------------------------------------------------------------
 
     def learn(self, placement: Placement, ttft_seconds: float) -> None:
-        """A request got its first token this long after it was placed."""
+        """Fit the model to a request whose first token came this long after placement."""
         self.model.learn(placement.terms, ttft_seconds)
 
     def embeddings_moved(
         self, receiver: str, tokens: int, num_bytes: int, seconds: float, now: float
     ) -> None:
-        """A feature has arrived at a prefill pod: its bytes took so many seconds."""
+        """Note the transfer of a feature to a prefill pod: its bytes took so many seconds."""
         self.embeddings.note(
             _ANYWHERE, receiver, same_node=False, tokens=tokens, num_bytes=num_bytes, seconds=seconds, now=now
         )
@@ -559,7 +594,7 @@ class Router:
     def kv_moved(
         self, sender: str, receiver: str, tokens: int, num_bytes: int, seconds: float, now: float
     ) -> None:
-        """A sequence has been handed over: its bytes took so many seconds."""
+        """Note the handover of a sequence: its bytes took so many seconds."""
         self.kv.note(
             sender,
             receiver,
@@ -572,10 +607,10 @@ class Router:
 
     def _same_node(self, sender: str, receiver: str) -> bool:
         prefill, decode = self._fleet.prefill, self._fleet.decode
-        one, other = prefill.row_of.get(sender), decode.row_of.get(receiver)
-        if one is None or other is None:
+        sender_row, receiver_row = prefill.row_of.get(sender), decode.row_of.get(receiver)
+        if sender_row is None or receiver_row is None:
             return False
-        return bool(prefill.nodes[one] == decode.nodes[other] != UNKNOWN_NODE)
+        return bool(prefill.nodes[sender_row] == decode.nodes[receiver_row] != UNKNOWN_NODE)
 
     # --- own placements -----------------------------------------------------------------------------------------------
 
@@ -597,7 +632,7 @@ class Router:
         )
 
     def _follow(self, heartbeats: Sequence[Heartbeat], now: float) -> None:
-        """Take the newest heartbeats in, and forget the placements that they show."""
+        """Take the newest heartbeats, and drop the placements that they include."""
         fleet, version = self._fleet, self._fleet.version
         newest = {beat.pod: _beat(beat) for beat in fleet.update(heartbeats)}
         renewed, expires = fleet.version != version, now - self._expired_at >= EXPIRY_CHECK_SECONDS
@@ -620,7 +655,7 @@ class Router:
 
 
 def _lowest(cost: Figures, count: int) -> list[int]:
-    """Rows of the lowest costs, in any order."""
+    """The rows with the lowest costs, in any order."""
     rows: list[int] = (
         np.argpartition(cost, count)[:count].tolist() if len(cost) > count else list(range(len(cost)))
     )
@@ -628,7 +663,7 @@ def _lowest(cost: Figures, count: int) -> list[int]:
 
 
 def _count_own(rows: Rows, table: Own, name: str) -> None:
-    """Bring a pod's row up to date; forget a pod without placements."""
+    """Update the row of a pod from its placements; drop a pod without placements from the table."""
     placed = table.get(name, {})
     if not placed:
         table.pop(name, None)
@@ -638,7 +673,7 @@ def _count_own(rows: Rows, table: Own, name: str) -> None:
 
 
 def _own_encode_seconds(media: _MediaWork, fleet: Fleet) -> Figures:
-    """[rows of prefill]: for the pod's own tower to do what it has and these media."""
+    """Seconds for the pod's own tower to do its queued work and these media, as an array [rows of prefill]."""
     seconds = np.zeros(len(fleet.prefill))
     for modality, work in media.own.items():
         seconds += _encode_seconds(fleet.local_encoders, modality, work)
@@ -648,8 +683,9 @@ def _own_encode_seconds(media: _MediaWork, fleet: Fleet) -> Figures:
 def _encode_seconds(
     encoders: EncodeRows, modality: Modality, work: Figures, waiting: float | None = None
 ) -> Figures:
-    """[rows of `work`]: until encoders have done what they have and this work; none where there is none. `waiting`: work in the queue from which
-    they all pull; None: each row has its own encoder.
+    """Seconds until encoders have done their queued work and `work`, as an array [rows of `work`]; 0 where `work` is 0.
+
+    `waiting`: work in the queue from which all encoders pull; None: each row has its own encoder.
     """
     number = MODALITIES.index(modality)
     queued, rate = encoders.queued[number], encoders.work_per_second[number]
@@ -669,8 +705,8 @@ def _patience(seconds: float) -> float:
 
 def _why_not(request: RouteRequest, role: Role, fleet: Fleet) -> str:
     rows = fleet.prefill if role == "prefill" else fleet.decode
-    rooms = [beat.load.kv_blocks_total * beat.load.kv_block_tokens for beat in rows.beats]
-    largest = max(range(len(rooms)), key=rooms.__getitem__)
+    capacities = [beat.load.kv_blocks_total * beat.load.kv_block_tokens for beat in rows.beats]
+    largest = max(range(len(capacities)), key=capacities.__getitem__)
     needed = int(
         rows.needed_tokens(request.num_tokens, request.max_tokens, request.companion_tokens)[largest]
     )
@@ -679,6 +715,6 @@ def _why_not(request: RouteRequest, role: Role, fleet: Fleet) -> str:
     after = "after each " if guided else ""
     return (
         f"the prompt of {request.num_tokens} tokens{beside} and up to {request.max_tokens} output tokens {after}need KV for "
-        f"{needed} tokens, but the largest {role} pod holds {rooms[largest]}; shorten the prompt, lower max_tokens, or "
+        f"{needed} tokens, but the largest {role} pod holds {capacities[largest]}; shorten the prompt, lower max_tokens, or "
         f"raise spec.{role}.kvCacheMebibytes"
     )

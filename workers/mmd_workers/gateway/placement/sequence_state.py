@@ -1,4 +1,4 @@
-"""What the gateway knows of one sequence: attempts, tokens in order, who may hold it. Pure: no clock, no network, no text."""
+"""The gateway's state of one sequence: attempts, ordered tokens, possible holders. Pure: no clock, no network, no text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmd_workers.wire.messages.prefill import Cancel, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What is to be generated; the same for every attempt, unless a medium of it cannot be encoded. Times are Unix seconds."""
+    """The sequence to generate. It is the same for every attempt, unless one of its media cannot be encoded. Times are Unix seconds."""
 
     request_id: str
     token_ids: list[int]
@@ -33,7 +33,7 @@ class SequenceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A token of the output, in order. Log probabilities only where the request asks for them, those of its prompt with the first token."""
+    """One output token, in order. Log probabilities are set only if requested; those of the prompt come with the first token."""
 
     token_id: int
     finish_reason: FinishReason | None
@@ -43,10 +43,10 @@ class Taken:
 
 
 class RequestState:
-    """One sequence through all its attempts: every token counts once, whoever sends it, however often and in which order.
+    """One sequence through all its attempts. Every token counts once, whoever sends it, however often and in whatever order.
 
-    Tokens of the current attempt alone are taken. An attempt begins at the index where the last one got to, so the joined
-    output has neither a repeated nor a missing token. Of a token that has been taken only the id is kept, which the next attempt needs.
+    Only tokens of the current attempt are accepted. An attempt begins at the index the previous one reached, so the joined output
+    has neither repeated nor missing tokens. Of a taken token only the id is kept, which the next attempt needs.
     """
 
     def __init__(self, spec: SequenceSpec) -> None:
@@ -63,49 +63,49 @@ class RequestState:
         self.duplicates = 0
         self._ahead: dict[int, TokenItem] = {}
         self._tokens_before_attempt = 0
-        self._first_attempt = 0  # with the present prompt
+        self._first_attempt = 0  # first attempt with the present prompt
         self._num_taken = 0
-        self._with_logprobs: deque[TokenItem] = deque()  # of the tokens that have not been taken
+        self._with_logprobs: deque[TokenItem] = deque()  # tokens not yet taken
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in order so far."""
+        """Number of tokens received in order."""
         return len(self.token_ids)
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens in order that have not been taken."""
+        """Number of tokens in order that have not been taken."""
         return len(self.token_ids) - self._num_taken
 
     def take(self, limit: int) -> list[Taken]:
-        """The next tokens in order, each of them once."""
+        """Take the next tokens in order, each of them once."""
         begin = self._num_taken
         self._num_taken = end = min(begin + limit, len(self.token_ids))
-        taken: list[Taken] = []
+        tokens: list[Taken] = []
         for index in range(begin, end):
             reason = self.finish_reason if index + 1 == len(self.token_ids) else None
             item = self._with_logprobs.popleft() if self._with_logprobs else None
             if item is None:
-                taken.append(Taken(self.token_ids[index], reason))
+                tokens.append(Taken(self.token_ids[index], reason))
             else:
-                taken.append(
+                tokens.append(
                     Taken(item.token_id, reason, item.logprob, item.top_logprobs, item.prompt_logprobs)
                 )
-        return taken
+        return tokens
 
     @property
     def finished(self) -> bool:
-        """Whether the last token is here."""
+        """True if the last token has arrived."""
         return self.finish_reason is not None
 
     @property
     def has_gap(self) -> bool:
-        """Whether tokens wait for one that has not come."""
+        """True if tokens wait for an earlier one that is missing."""
         return bool(self._ahead)
 
     @property
     def started(self) -> bool:
-        """Whether the current attempt has brought a token."""
+        """True if the current attempt has produced a token."""
         return len(self.token_ids) > self._tokens_before_attempt
 
     def place(
@@ -117,7 +117,7 @@ class RequestState:
         *,
         encode_here: bool = False,
     ) -> GenerateRequest:
-        """Begin the next attempt on these pods; what is left of older ones no longer counts."""
+        """Begin the next attempt on these pods; messages of older attempts no longer count."""
         self.attempt += 1
         self.prefill_pod = prefill_pod
         self.decode_pods = tuple(decode_pods)
@@ -148,13 +148,13 @@ class RequestState:
         )
 
     def respecify(self, spec: SequenceSpec) -> None:
-        """Another prompt from the next attempt on: no token of an answer to the present one has come."""
+        """Use another prompt from the next attempt on. The answer to the present prompt must have no token yet."""
         assert not self.token_ids
         self.spec = spec
         self._first_attempt = self.attempt + 1
 
     def unplace(self) -> None:
-        """Nobody holds the sequence now; what the last attempt still sends no longer counts."""
+        """Note that no pod holds the sequence now; messages of the last attempt no longer count."""
         if self.failure is not None and self.failure.code == SuspectError.code:
             self.engine_failures += 1
         self.prefill_pod = None
@@ -164,7 +164,7 @@ class RequestState:
         self._ahead.clear()
 
     def accept(self, item: TokenItem, pod: str, now: float) -> list[TokenItem]:
-        """Take a token; returns those that are in order now. Duplicates and other attempts' tokens are dropped."""
+        """Accept a token, and return the tokens that are now in order. Duplicates and tokens of other attempts are dropped."""
         if item.attempt != self.attempt or self.prefill_pod is None or self.finished:
             return []
         if pod != self.prefill_pod or not self.decode_pods:
@@ -203,34 +203,34 @@ class RequestState:
         return ready
 
     def is_current(self, attempt: int) -> bool:
-        """Whether this is the attempt that is placed now."""
+        """True if this is the attempt that is placed now."""
         return attempt == self.attempt and self.prefill_pod is not None
 
     def held_by(self, pod: str) -> None:
-        """A pod reports that it works on the current attempt: one that did not prefill it decodes it."""
+        """Note a pod's report that it works on the current attempt. If it is not the prefill pod, it decodes."""
         if pod != self.prefill_pod:
             self.decoding_pod = pod
 
     def fail(self, message: RequestFailed) -> bool:
-        """Note that a worker gave up; False when it is not about the current attempt."""
+        """Note that a worker gave up; return False if the message is not about the current attempt."""
         if message.attempt != self.attempt or self.prefill_pod is None or self.finished:
             return False
         self.failure = message
         return True
 
     def certain_holder(self) -> str | None:
-        """The pod without which the current attempt cannot go on: prefill until the decoder is known, then the decoder."""
+        """The pod that the current attempt depends on: the prefill pod until the decoder is known, then the decoder."""
         if self.decoding_pod is not None:
             return self.decoding_pod
         return None if self.started and self.decode_pods else self.prefill_pod
 
     def possible_holders(self) -> frozenset[str]:
-        """Pods of which one holds the attempt; more than one just after prefill, before the decoder has spoken."""
+        """The pods that may hold the attempt; more than one only between prefill and the first message of the decoder."""
         certain = self.certain_holder()
         if certain is not None:
             return frozenset({certain})
         return frozenset({*self.decode_pods, *((self.prefill_pod,) if self.prefill_pod else ())})
 
     def cancel(self) -> Cancel | None:
-        """Frees every attempt so far at every worker; None: nothing was ever placed."""
+        """The message that frees every attempt so far at every worker; None if nothing was ever placed."""
         return Cancel(self.spec.request_id, self.attempt) if self.attempt >= 0 else None

@@ -1,9 +1,9 @@
-"""The estimate of the time to the first token, and how it is fitted to what requests took. Pure: no clock, no network.
+"""The estimate of the time to the first token, and its fit to measured times. Pure: no clock, no network.
 
-A request waits for what is queued before it while its media are encoded and travel, so of these the longer counts; then its prompt is computed.
-Each term is seconds by the figures that pods report. A factor for each, and an overhead, are fitted after every first token: normalised least
-mean squares, with the error of one request limited, and every factor within bounds. So one outlier moves little, and no load can make the
-estimate absurd.
+A request waits for the queue ahead of it while its media are encoded and transferred, so only the longer of the two counts. Then its
+prompt is computed. Each term is in seconds, from figures that pods report. A factor for each term and an overhead are fitted after every
+first token, by normalised least mean squares. The error of one request is limited, and every factor is bounded. So one outlier changes
+little, and no load makes the estimate absurd.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import numpy.typing as npt
 
 OneOrMany = TypeVar("OneOrMany", float, npt.NDArray[np.float64])
 
-STEP = 0.1  # of the error of a request, how much is corrected at once
-MOST_ERROR = 0.5  # of the estimate: what one request may be off by, as far as fitting is concerned
+STEP = 0.1  # fraction of a request's error that is corrected at once
+MOST_ERROR = 0.5  # limit of one request's error, as a fraction of its estimate
 LEAST_ERROR_SECONDS = 0.01
-OVERHEAD_WEIGHT_SECONDS = 0.02  # as a term of this many seconds
+OVERHEAD_WEIGHT_SECONDS = 0.02  # the overhead is fitted like a term of this length
 FACTOR_BOUNDS = (0.25, 4.0)
 OVERHEAD_BOUNDS_SECONDS = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Seconds by the figures that pods report: `queue` of the prefill pod, `encode` with its backlog, `transfer` of embeddings,
-    `prefill` of what is not cached. `in_turn`: the pod's own tower encodes, after the prompts that wait, instead of other pods meanwhile.
+    """The parts of an estimate in seconds, from figures that pods report.
+
+    `queue`: of the prefill pod. `encode`: with the backlog. `transfer`: of embeddings. `prefill`: of tokens that are not cached. `in_turn`:
+    the pod's own tower encodes after the waiting prompts, instead of other pods meanwhile.
     """
 
     queue: float = 0.0
@@ -38,7 +40,7 @@ class Terms:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By name of the term."""
+        """Seconds by the name of the term."""
         return {
             "queue": self.queue,
             "encode": self.encode,
@@ -49,7 +51,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What each term is multiplied by, and the seconds that every request takes besides."""
+    """Multipliers of each term, and the overhead in seconds of every request."""
 
     queue: float = 1.0
     encode: float = 1.0
@@ -65,16 +67,16 @@ class Factors:
         prefill: OneOrMany,
         in_turn: bool | npt.NDArray[np.bool_] = False,
     ) -> OneOrMany:
-        """Seconds to the first token, of one pod or of many. `in_turn`: see `Terms`."""
+        """Seconds to the first token, for one pod or an array of pods. `in_turn`: see `Terms`."""
         queued, media = queue * self.queue, encode * self.encode + transfer * self.transfer
         waiting: OneOrMany = np.maximum(queued, media)
         if in_turn is not False:
-            waiting = np.where(in_turn, queued + media, waiting)  # type: ignore[assignment]  # as many as there are
+            waiting = np.where(in_turn, queued + media, waiting)  # type: ignore[assignment]  # same shape
         return waiting + prefill * self.prefill + self.overhead
 
 
 class TtftModel:
-    """Factors that follow the outcomes."""
+    """Factors that follow measured times."""
 
     def __init__(self) -> None:
         self.factors = Factors()
@@ -84,7 +86,7 @@ class TtftModel:
         return float(self.factors.ttft(*astuple(terms)))
 
     def learn(self, terms: Terms, seconds: float) -> None:
-        """Fit the factors to a request that took so long."""
+        """Fit the factors to a request that took this many seconds."""
         factors = self.factors
         queue, media = (
             terms.queue * factors.queue,
@@ -96,9 +98,9 @@ class TtftModel:
         if terms.in_turn or queue < media:
             counted |= {"encode": terms.encode, "transfer": terms.transfer}
         estimate = self.estimate(terms)
-        most = max(LEAST_ERROR_SECONDS, MOST_ERROR * estimate)
-        error = min(most, max(-most, seconds - estimate))
-        norm = sum(each * each for each in counted.values())
+        limit = max(LEAST_ERROR_SECONDS, MOST_ERROR * estimate)
+        error = min(limit, max(-limit, seconds - estimate))
+        norm = sum(value * value for value in counted.values())
         fitted = {name: getattr(factors, name) for name in Factors.__slots__}
         for name, term in counted.items():
             correction = STEP * error * term / norm
