@@ -1,7 +1,7 @@
-"""The operator: from a MultimodalDeployment to objects in a cluster. Never imports the workers.
+"""The Kubernetes operator: turns a MultimodalDeployment into objects in a cluster. It never imports the workers.
 
-A change passes through `handlers` (which deployment to wake), `passes` (what a pass does, as a list), `observed` (what there is), `resources` (what
-there should be), `rollout` (the next step, and carrying it out), `status` (what is reported). `scaling` decides sizes by load with the pure
-`autoscaling`; `sizes` divides GPUs; `kube` is the API server. Each imports only those listed after it in the import contract of
-`pyproject.toml`.
+A change passes through `handlers` (which deployment to wake), `passes` (the list of what a pass does), `observed` (the present state),
+`resources` (the desired objects), `rollout` (the next step and its execution) and `status` (what is reported). `scaling` sizes pools by load
+with the pure `autoscaling`, `sizes` divides GPUs, and `kube` talks to the API server. Each package imports only packages listed after it in
+the import contract of `pyproject.toml`.
 """

@@ -1,4 +1,4 @@
-"""What a deployment's status reports about the sizes of its pools and its rollout, rule by rule, as lines for people."""
+"""Explains pool sizes and the rollout from a deployment's status, rule by rule, as lines for people."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CONDITIONS: tuple[ConditionType, ...] = get_args(ConditionType)
 
 
 class NoDeploymentError(Exception):
-    """There is nothing to explain; the message has the reason."""
+    """There is nothing to explain; the message gives the reason."""
 
 
 async def status_of(namespace: str, name: str) -> dict[str, Any]:
-    """The status of a deployment on the cluster of the kubeconfig.
+    """The status of a deployment in the kubeconfig's cluster.
 
     Raises:
-        NoDeploymentError: it does not exist, may not be read, or the API server does not answer.
+        NoDeploymentError: the deployment does not exist or may not be read, or the API server does not answer.
     """
     async with api_client() as api:
         custom = client.CustomObjectsApi(api)
@@ -41,42 +41,44 @@ async def status_of(namespace: str, name: str) -> dict[str, Any]:
 
 
 def lines(status: Mapping[str, Any]) -> list[str]:
-    """Each pool with the decision that holds and its rules, the steps of the rollout, the bottleneck, and all conditions."""
+    """List each pool with its current decision and the rules behind it, the rollout steps, the bottleneck, and all conditions."""
     if not status:
         return ["no operator has reconciled it yet"]
     text = []
     for pool in POOL_NAMES:
-        found = status.get("pools", {}).get(pool)
-        if found is None:
+        pool_status = status.get("pools", {}).get(pool)
+        if pool_status is None:
             continue
-        draining = f", {found['draining']} draining" if found.get("draining") else ""
-        text.append(f"{pool}: {found.get('ready', 0)} of {found.get('desired', 0)} ready{draining}")
-        if (last := found.get("lastDecision")) is not None:
+        draining = f", {pool_status['draining']} draining" if pool_status.get("draining") else ""
+        text.append(
+            f"{pool}: {pool_status.get('ready', 0)} of {pool_status.get('desired', 0)} ready{draining}"
+        )
+        if (last := pool_status.get("lastDecision")) is not None:
             text.append(f"  {last['time']}  {last['message']}")
             text += [f"    {_rule(effect)}: {effect['message']}" for effect in last.get("effects", ())]
-        if (change := found.get("lastChange")) is not None and change != last:
+        if (change := pool_status.get("lastChange")) is not None and change != last:
             text.append(f"  {change['time']}  last change: {change['message']}")
-        if (measured := found.get("throughput")) is not None:
+        if (measured := pool_status.get("throughput")) is not None:
             text.append(f"  {measured['time']}  one replica processes {_throughput(measured)}")
     if steps := status.get("rollout"):
         text.append("rollout:")
         text += [f"    {effect['step']}: {effect['message']}" for effect in steps]
     if bottleneck := status.get("bottleneck"):
         text.append(f"bottleneck: {bottleneck}")
-    conditions = {c["type"]: c for c in status.get("conditions", ())}
+    conditions = {condition["type"]: condition for condition in status.get("conditions", ())}
     for kind in CONDITIONS:
-        if (c := conditions.get(kind)) is not None:
-            text.append(f"{kind}: {c['status']} ({c['reason']}) {c['message']}")
+        if (condition := conditions.get(kind)) is not None:
+            text.append(f"{kind}: {condition['status']} ({condition['reason']}) {condition['message']}")
     return text
 
 
 def _rule(effect: Mapping[str, Any]) -> str:
-    """`cool_down (Cooldown)`."""
+    """A rule and its limit: `cool_down (Cooldown)`."""
     return f"{effect['rule']} ({effect['limit']})" if effect.get("limit") else str(effect["rule"])
 
 
 def _throughput(measured: Mapping[str, Any]) -> str:
-    """`1,200 tokens/s`, `60,000 video work/s`."""
+    """Rates by kind of work: `1,200 tokens/s`, `60,000 video work/s`."""
     rates = PoolThroughput.model_validate(measured).rates
     return ", ".join(
         f"{rate:,.0f} {kind if kind == 'tokens' else f'{kind} work'}/s" for kind, rate in rates.items()

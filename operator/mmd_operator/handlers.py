@@ -1,4 +1,4 @@
-"""The handlers of kopf: which objects to watch and whom to wake. Handlers translate and decide nothing."""
+"""The kopf handlers: which objects to watch and which deployment to wake. Handlers translate and decide nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 SELECTOR = f"{MANAGED_BY_LABEL}=multimodal-operator,{DEPLOYMENT_LABEL}"
 OWN_SELECTOR = f"{SELECTOR},!{SET_NAME_LABEL}"
-"""Of objects that the operator makes: LeaderWorkerSet copies the labels of its objects to what it makes for them."""
+"""Selects objects the operator created. LeaderWorkerSet copies our labels to its children, so those are excluded."""
 STOP_SECONDS = 10.0
 NAMESPACES_PER_SECOND = 5.0
 Key = tuple[str, str]
@@ -50,7 +50,7 @@ Index = kopf.Index[Key, Any]
 
 
 class Loops:
-    """The loops of all deployments: started when one is seen, ended when it is deleted."""
+    """Runs the loops of each deployment, from its first observation to its deletion."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Loops:
         kinds[DEPLOYMENTS] = (
             None,
             lambda: (
-                (r.body["metadata"]["uid"], r.body["metadata"]["resourceVersion"])
-                for r, _ in self._running.values()
-                if r.body
+                (reconciler.body["metadata"]["uid"], reconciler.body["metadata"]["resourceVersion"])
+                for reconciler, _ in self._running.values()
+                if reconciler.body
             ),
         )
         self._sweep = Sweep(cluster, namespaces, kinds, self._ghosts_found, pauses)
@@ -85,7 +85,7 @@ class Loops:
         self.started = False
 
     def start(self) -> None:
-        """The operator leads from now on."""
+        """Start the background tasks: the operator leads from now on."""
         self.started = True
         helpers = {"sweep": self._sweep.run, "events": self._events.run, "namespaces": self._watch_namespaces}
         self._helpers = tuple(_begun(run(), name) for name, run in helpers.items())
@@ -93,30 +93,30 @@ class Loops:
     async def _watch_namespaces(self) -> None:
         """Notify deployments of their namespace's deletion. A watch would need rights in all namespaces."""
         while True:
-            served = sorted({namespace for namespace, _ in self._running})
-            pause = max(self._pauses.namespace_seconds / max(len(served), 1), 1 / NAMESPACES_PER_SECOND)
-            for namespace in served:
+            namespaces = sorted({namespace for namespace, _ in self._running})
+            pause = max(self._pauses.namespace_seconds / max(len(namespaces), 1), 1 / NAMESPACES_PER_SECOND)
+            for namespace in namespaces:
                 await asyncio.sleep(pause)
                 try:
-                    ends = await self._cluster.is_terminating(namespace)
+                    terminating = await self._cluster.is_terminating(namespace)
                 except (BusyError, RefusedError) as error:
                     logger.debug("failed to read namespace %s: %s", namespace, error)
                     continue
-                except Exception:  # an unusable answer; its pods show the deletion too, later
+                except Exception:  # unusable response; the pods will show the deletion later
                     logger.warning("failed to read namespace %s", namespace, exc_info=True)
                     continue
-                for (of, _), (reconciler, _) in list(self._running.items()):
-                    if ends and of == namespace:
+                for (reconciler_namespace, _), (reconciler, _) in list(self._running.items()):
+                    if terminating and reconciler_namespace == namespace:
                         reconciler.namespace_ends()
-            if not served:
+            if not namespaces:
                 await asyncio.sleep(pause)
 
     def _indexed(self, kind: str) -> Iterable[tuple[str, str]]:
         return (
-            (c.uid, c.resource_version)
+            (child.uid, child.resource_version)
             for children in self._children.values()
-            for c in children
-            if c.kind == kind
+            for child in children
+            if child.kind == kind
         )
 
     def _ghosts_found(self, uids: set[str]) -> None:
@@ -128,11 +128,11 @@ class Loops:
                 reconciler.wake.set()
 
     def relisted(self) -> None:
-        """A watch restarted: something may have been deleted while it was interrupted."""
+        """Sweep soon after a watch restarted: objects may have been deleted while it was interrupted."""
         self._sweep.soon()
 
     def show(self, body: dict[str, Any], gone: bool, children: Index, pods: Index) -> None:
-        """A deployment was seen, changed or deleted."""
+        """Handle a new, changed or deleted deployment."""
         self._children, self._pods = children, pods
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         running = self._running.get(key)
@@ -146,9 +146,15 @@ class Loops:
             return
 
         def observe() -> Observed:
-            found = [c for c in cast("Iterable[Child]", children.get(key, ())) if c.uid not in self._sweep]
-            seen = [p for p in cast("Iterable[PodView]", pods.get(key, ())) if p.uid not in self._sweep]
-            return Observed({c.key: c for c in found}, tuple(seen))
+            live_children = [
+                child
+                for child in cast("Iterable[Child]", children.get(key, ()))
+                if child.uid not in self._sweep
+            ]
+            live_pods = [
+                pod for pod in cast("Iterable[PodView]", pods.get(key, ())) if pod.uid not in self._sweep
+            ]
+            return Observed({child.key: child for child in live_children}, tuple(live_pods))
 
         reconciler = Reconciler(
             self._cluster,
@@ -163,36 +169,36 @@ class Loops:
         self._running[key] = (reconciler, _begun(reconciler.run(), f"deployment {key}"))
 
     def wake(self, key: Key) -> None:
-        """An object of a deployment changed."""
+        """Wake a deployment's loop after one of its objects changed."""
         if key in self._running:
             self._running[key][0].wake.set()
 
     @property
     def oldest_pass_seconds(self) -> float:
-        """Time since the last pass, successful or not, over the deployment that has waited longest for one; 0 without deployments."""
+        """Seconds since the last pass, successful or not, of the longest-waiting deployment; 0 without deployments."""
         now = time.monotonic()
         return max((now - reconciler.last_pass for reconciler, _ in self._running.values()), default=0.0)
 
     def trouble(self) -> str | None:
-        """What is wrong with the loops themselves, which only a restart can fix. A failed pass does not count: it is retried."""
+        """A problem of the loops themselves, or None; only a restart fixes it. A failed pass does not count: it is retried."""
         ended = [task.get_name() for _, task in self._running.values() if task.done()]
         ended += [helper.get_name() for helper in self._helpers if helper.done()]
         return f"ended unexpectedly: {', '.join(ended[:5])}" if ended else None
 
     def snapshots(self) -> list[DeploymentSnapshot]:
-        """Every deployment now."""
+        """Current snapshots of all deployments."""
         return [reconciler.snapshot() for reconciler, _ in self._running.values()]
 
     async def stop(self) -> None:
-        """End all loops; those in the middle of a pass get a little time to finish it."""
+        """End all loops, giving running passes up to `STOP_SECONDS` to finish."""
         tasks = [task for _, task in self._running.values()]
         for reconciler, _ in self._running.values():
             reconciler.show(None)
         if tasks:
-            _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)
-            for task in late:
+            _, unfinished = await asyncio.wait(tasks, timeout=STOP_SECONDS)
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
         self._running.clear()
         await self._events.flush()
         for helper in self._helpers:
@@ -202,7 +208,7 @@ class Loops:
 
 
 def _begun(loop: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """A task whose unexpected end is logged with its cause at once; see `Loops.trouble`."""
+    """Start a task. Its unexpected end is logged with the cause at once; see `Loops.trouble`."""
     task = asyncio.create_task(loop, name=name)
     task.add_done_callback(_log_failure)
     return task
@@ -214,7 +220,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 def registry_for(loops: Loops) -> kopf.OperatorRegistry:
-    """Indexes of everything owned, and events that wake."""
+    """Register indexes of the operator's objects, and events that wake deployments."""
     registry = kopf.OperatorRegistry()
     for kind, resource in CHILD_KINDS.items():
         _index_children(registry, kind, resource)
@@ -245,17 +251,17 @@ def registry_for(loops: Loops) -> kopf.OperatorRegistry:
 
 
 def settings() -> kopf.OperatorSettings:
-    """kopf as this operator uses it: nothing written by kopf itself, and only labelled objects watched."""
-    made = kopf.OperatorSettings()
-    made.posting.enabled = False
-    made.scanning.disabled = True
-    made.watching.connect_timeout = 10
-    made.watching.server_timeout = 300
-    made.networking.request_timeout = 60
+    """The kopf settings of this operator: kopf itself writes nothing, and only labelled objects are watched."""
+    kopf_settings = kopf.OperatorSettings()
+    kopf_settings.posting.enabled = False
+    kopf_settings.scanning.disabled = True
+    kopf_settings.watching.connect_timeout = 10
+    kopf_settings.watching.server_timeout = 300
+    kopf_settings.networking.request_timeout = 60
     selectors = {**dict.fromkeys(CHILD_KINDS.values(), OWN_SELECTOR), PODS: SELECTOR}
     for resource, selector in selectors.items():
-        made.watching.label_selectors[(resource.group, resource.version, resource.plural)] = selector
-    return made
+        kopf_settings.watching.label_selectors[(resource.group, resource.version, resource.plural)] = selector
+    return kopf_settings
 
 
 def _index_children(registry: kopf.OperatorRegistry, kind: str, resource: Resource) -> None:

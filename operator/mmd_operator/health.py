@@ -1,4 +1,4 @@
-"""The operator's HTTP port: probes and metrics. A probe fails for what a restart of the process can fix, never for one deployment."""
+"""The operator's HTTP port: probes and metrics. A probe fails only if a restart of the process can help, never for a single deployment."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mmd_operator.kube.metrics import OperatorMetrics
 async def health_endpoint(
     port: int, trouble: Callable[[], str | None], metrics: OperatorMetrics
 ) -> AsyncIterator[None]:
-    """Serve `/healthz` (200, or 503 with the problem that `trouble` returns) and `/metrics` on every address. Port 0: neither."""
+    """Serve `/healthz` (200, or 503 with the problem from `trouble`) and `/metrics` on all addresses. Port 0 serves neither."""
 
     async def healthz(_: web.Request) -> web.Response:
-        words = trouble()
-        return web.Response(text=words or "ok\n", status=503 if words else 200)
+        problem = trouble()
+        return web.Response(text=problem or "ok\n", status=503 if problem else 200)
 
     async def scraped(request: web.Request) -> web.Response:
         body, content_type = metrics.expose(request.headers.get("accept", ""))

@@ -1,6 +1,6 @@
-"""`mmd operator`, the command that runs in the operator's pod.
+"""`mmd operator`, the command run in the operator's pod.
 
-kopf and the Kubernetes client are imported only when it runs.
+kopf and the Kubernetes client are imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ def operator(
 
     if bool(namespace) == all_namespaces:
         raise typer.BadParameter("set either --namespace or --all-namespaces")
-    home = lease_namespace or os.environ.get("POD_NAMESPACE") or (namespace[0] if namespace else "default")
-    run(Options(tuple(namespace or ()), home, health_port), log_level)
+    resolved_lease_namespace = (
+        lease_namespace or os.environ.get("POD_NAMESPACE") or (namespace[0] if namespace else "default")
+    )
+    run(Options(tuple(namespace or ()), resolved_lease_namespace, health_port), log_level)
 
 
 def run(options: Options, log_level: str = "INFO") -> None:
     """Run the operator until SIGTERM, or until it must end.
 
     Raises:
-        typer.Exit: it lost the Lease, or the CRD is not installed.
+        typer.Exit: the operator lost the Lease, or the CRD is not installed.
     """
     from mmd_operator.serve import NoDefinitionError, NotLeaderError, serve
 

@@ -41,7 +41,7 @@ class NoDefinitionError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the operator runs. `namespaces` empty: all of them."""
+    """Settings of the operator process. Empty `namespaces`: all namespaces."""
 
     namespaces: tuple[str, ...]
     lease_namespace: str
@@ -53,8 +53,8 @@ class Options:
 async def api_client(fence: Callable[[], None] | None = None) -> AsyncIterator[client.ApiClient]:
     """A client with the rights of the pod's service account, or of the kubeconfig.
 
-    `fence` is called just before a write is sent, once it has a connection: a process that slept while the write waited for
-    one must not send it. An exception that it raises ends the call.
+    `fence` is called once a write has a connection, just before it is sent: a process that slept while the write waited for
+    a connection must not send it. An exception from `fence` ends the call.
     """
     configuration = client.Configuration()
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
@@ -68,14 +68,14 @@ async def api_client(fence: Callable[[], None] | None = None) -> AsyncIterator[c
 
 
 def _fence_writes(fence: Callable[[], None]) -> aiohttp.TraceConfig:
-    """aiohttp holds the headers back until the first piece of the body, so the fence is called before both."""
+    """A trace that calls the fence before headers and body: aiohttp holds the headers back until the body's first chunk."""
 
     async def about_to_send(
         _session: aiohttp.ClientSession,
         _context: SimpleNamespace,
-        sent: aiohttp.TraceRequestHeadersSentParams | aiohttp.TraceRequestChunkSentParams,
+        request: aiohttp.TraceRequestHeadersSentParams | aiohttp.TraceRequestChunkSentParams,
     ) -> None:
-        if sent.method != "GET":
+        if request.method != "GET":
             fence()
 
     trace = aiohttp.TraceConfig()
@@ -85,11 +85,11 @@ def _fence_writes(fence: Callable[[], None]) -> aiohttp.TraceConfig:
 
 
 def trouble(leadership: Leadership, loops: Loops) -> str | None:
-    """Why the process must be restarted, if it must."""
+    """Why the process must be restarted, or None."""
     if leadership.quiet_seconds > LEASE_STALE_SECONDS:
         return f"the lease has not been checked for {leadership.quiet_seconds:.0f} s\n"
-    words = loops.trouble()
-    return f"{words}\n" if words else None
+    problem = loops.trouble()
+    return f"{problem}\n" if problem else None
 
 
 async def serve(options: Options) -> None:
@@ -101,11 +101,12 @@ async def serve(options: Options) -> None:
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(api_client())  # its own: renewals never wait for other calls
+        # Renewals have their own client, so that they never wait for other calls.
+        api = await stack.enter_async_context(api_client())
         leadership = Leadership(api, options.lease_namespace, metrics, options.pauses)
         fenced = await stack.enter_async_context(api_client(leadership.fence))
         cluster = Cluster(fenced, metrics)
@@ -115,7 +116,7 @@ async def serve(options: Options) -> None:
         metrics.deployments = loops.snapshots
 
         async def work() -> None:
-            installed = [
+            installation_watchers = [
                 asyncio.create_task(_stop_when_installed(kind, cluster, stop, options.pauses))
                 for kind in INSTALLED_BY_USERS
             ]
@@ -129,8 +130,8 @@ async def serve(options: Options) -> None:
                     stop_flag=stop,
                 )
             finally:
-                for waiting in installed:
-                    waiting.cancel()
+                for watcher in installation_watchers:
+                    watcher.cancel()
 
         async with health_endpoint(options.health_port, lambda: trouble(leadership, loops), metrics):
             await _need_definition(api, options)
@@ -148,7 +149,7 @@ async def serve(options: Options) -> None:
 
 
 async def _stop_when_installed(kind: str, cluster: Cluster, stop: asyncio.Event, pauses: Pauses) -> None:
-    """kopf looks for kinds only as it starts. Where one is installed later, this process ends and its successor watches it."""
+    """Stop the process once a missing kind is installed; its successor watches it. kopf looks for kinds only at startup."""
     while not await _served(kind, cluster):
         await asyncio.sleep(pauses.not_served_seconds)
         if await _served(kind, cluster):
@@ -165,7 +166,7 @@ async def _served(kind: str, cluster: Cluster) -> bool:
 
 
 async def _need_definition(api: client.ApiClient, options: Options) -> None:
-    """Raise if the definition is missing: kopf would wait for it silently."""
+    """Raise if the CRD is missing: kopf would wait for it silently."""
     custom = client.CustomObjectsApi(api)
     try:
         if options.namespaces:

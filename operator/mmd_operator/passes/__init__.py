@@ -1,1 +1,1 @@
-"""When a deployment is looked at and what a pass over it does, from the first look to its removal. Independent of kopf."""
+"""The reconcile passes over a deployment: when they run and what they do, from its creation to its removal. Independent of kopf."""

@@ -1,4 +1,4 @@
-"""The finalizer of a deployment: added before anything is made, removed when everything is gone."""
+"""The finalizer of a deployment: added before any object is created, removed after all objects are gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "finalizer"
 
 
 class Finalizer:
-    """Keeps the finalizer of one deployment (one UID)."""
+    """Maintains the finalizer of one deployment (one UID)."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
@@ -23,7 +23,10 @@ class Finalizer:
         self._added = False
 
     async def ensure(self, body: Body) -> bool:
-        """Add it if it is missing. False: it is there, or another client keeps removing it and work continues without it until the next attempt."""
+        """Add the finalizer if it is missing. Returns whether it was added now.
+
+        False if it is present, or if another client keeps removing it: work then continues without it until the next attempt.
+        """
         metadata, now = body["metadata"], time.monotonic()
         finalizers = list(metadata.get("finalizers", ()))
         if FINALIZER in finalizers:
@@ -35,22 +38,22 @@ class Finalizer:
             self._context.namespace, self._context.name, [*finalizers, FINALIZER], metadata["resourceVersion"]
         )
         if self._added:
-            self._contests.repaired(_KEY, now, None)  # a removal leaves no trace of who made it
+            self._contests.repaired(_KEY, now, None)  # a removal does not record its client
             for problem in self.problems():
                 self._context.report_contest(body, problem)
         self._added = True
         return True
 
     async def remove(self, body: Body) -> None:
-        """Let the deletion of the deployment end."""
+        """Remove the finalizer, so that the deployment's deletion can complete."""
         metadata = body["metadata"]
         if FINALIZER in (finalizers := list(metadata.get("finalizers", ()))):
-            rest = [f for f in finalizers if f != FINALIZER]
+            remaining = [finalizer for finalizer in finalizers if finalizer != FINALIZER]
             await self._context.cluster.set_finalizers(
-                self._context.namespace, self._context.name, rest, metadata["resourceVersion"]
+                self._context.namespace, self._context.name, remaining, metadata["resourceVersion"]
             )
 
     def problems(self) -> list[Problem]:
-        """Whether another client keeps changing the finalizer."""
+        """Report another client that keeps changing the finalizer."""
         rival = self._contests.against(_KEY, time.monotonic())
         return [contested(KIND, f"the {_KEY} of {KIND} {self._context.name}", rival)] if rival else []

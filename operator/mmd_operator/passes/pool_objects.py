@@ -1,5 +1,7 @@
-"""Keeps one MultimodalPool for each pool of a deployment: its status reports the pool's size, and its spec follows that size unless others
-give it (`autoscaling.mode: External`). What they ask for is carried out by `scaling`.
+"""Keeps one MultimodalPool for each pool of a deployment.
+
+Its status reports the pool's size. Its spec follows that size unless other clients set it (`autoscaling.mode: External`); `scaling` then
+carries out the size they ask for.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ from mmd_operator.sizes.pool_sizes import pools_in
 
 
 def is_external(pool: Pool) -> bool:
-    """Whether others give a pool its size."""
+    """Whether other clients set the pool's size."""
     return pool.autoscaling is not None and pool.autoscaling.mode == "External"
 
 
 def pool_status(deployment: str, pool: PoolName, workload: Workload) -> dict[str, Any]:
-    """The status of a MultimodalPool. The selector selects one pod for each replica."""
+    """The status of a MultimodalPool. Its selector matches one pod per replica."""
     selector = f"{DEPLOYMENT_LABEL}={deployment},{COMPONENT_LABEL}={pool}"
     if workload.group_size > 1:
         selector += f",{WORKER_INDEX_LABEL}=0"
@@ -47,26 +49,27 @@ def pool_status(deployment: str, pool: PoolName, workload: Workload) -> dict[str
 
 
 def size_to_restore(pool: Pool, requested: RequestedSize, workload: Workload) -> int | None:
-    """The size that the spec of a MultimodalPool should have; None where it stays as it is."""
+    """The size to write to a MultimodalPool's spec, or None to leave it unchanged."""
     size = workload.replicas - workload.surged
     return None if is_external(pool) or requested.replicas == size else size
 
 
 class PoolObjects:
-    """The MultimodalPools of one deployment (one UID). `_written`: by name, the version that the watch showed when one was written,
-    and when.
+    """The MultimodalPools of one deployment (one UID).
+
+    `_last_writes`: by name, the version shown by the watch at the last write, what was written, and when (monotonic seconds).
     """
 
     def __init__(self, context: PassContext, uid: str) -> None:
         self._context, self._uid = context, uid
         self._contests = Contests(context.pauses)
-        self._written: dict[str, tuple[str | None, object, float]] = {}
+        self._last_writes: dict[str, tuple[str | None, object, float]] = {}
         self._not_served_until = 0.0
 
     async def publish(
         self, body: Body, spec: MultimodalDeploymentSpec, observed: Observed, revision: str | None
     ) -> list[Problem]:
-        """Bring all of them up to date. `revision`: the one that serves; a pool that does not exist yet gets none.
+        """Bring all MultimodalPools up to date. `revision`: the serving one; a pool that does not exist yet gets no MultimodalPool.
 
         Raises:
             BusyError: nothing can be written now.
@@ -81,14 +84,14 @@ class PoolObjects:
             if now < self._not_served_until:
                 problems += [pool_definition_missing(name)] if is_external(pool) else []
                 continue
-            shown = observed.requested(pool_name(self._context.name, name))
+            pool_object = observed.requested(pool_name(self._context.name, name))
             try:
-                problems += await self._publish(body, name, pool, child.workload, shown, now)
+                problems += await self._publish(body, name, pool, child.workload, pool_object, now)
             except NotServedError:
                 self._not_served_until = now + self._context.pauses.not_served_seconds
                 problems += [pool_definition_missing(name)] if is_external(pool) else []
             except RefusedError as error:
-                problems.append(self._context.refused(shown or child, error))
+                problems.append(self._context.refused(pool_object or child, error))
         for unused in self._unused(spec, observed):
             await self._context.cluster.delete(POOL_KIND, self._context.namespace, unused.name, unused.uid)
         return problems
@@ -104,31 +107,37 @@ class PoolObjects:
         ]
 
     async def _publish(
-        self, body: Body, name: PoolName, pool: Pool, workload: Workload, shown: Child | None, now: float
+        self,
+        body: Body,
+        name: PoolName,
+        pool: Pool,
+        workload: Workload,
+        pool_object: Child | None,
+        now: float,
     ) -> list[Problem]:
         object_name = pool_name(self._context.name, name)
-        if shown is None or shown.requested is None:
+        if pool_object is None or pool_object.requested is None:
             return await self._create(name, workload, now)
-        if shown.owner_uid != self._uid:
+        if pool_object.owner_uid != self._uid:
             return [not_ours(POOL_KIND, object_name)]
         problems: list[Problem] = []
-        size = size_to_restore(pool, shown.requested, workload)
+        size = size_to_restore(pool, pool_object.requested, workload)
         if size is not None:
-            problems = await self._restore(body, name, size, shown, now)
+            problems = await self._restore(body, name, size, pool_object, now)
         status = pool_status(self._context.name, name, workload)
-        if shown.requested.status != status and not self._unseen(shown, status, now):
+        if pool_object.requested.status != status and not self._unseen(pool_object, status, now):
             await self._context.cluster.apply_pool_status(self._context.namespace, object_name, status)
-            self._written[object_name] = shown.resource_version, status, now
+            self._last_writes[object_name] = pool_object.resource_version, status, now
         return problems
 
     async def _create(self, name: PoolName, workload: Workload, now: float) -> list[Problem]:
-        """Unless it exists and the watch does not show it yet."""
+        """Create a MultimodalPool, unless it exists and the watch does not show it yet."""
         object_name = pool_name(self._context.name, name)
-        found = await self._context.cluster.get(POOL_KIND, self._context.namespace, object_name)
-        if found is not None and child_of(POOL_KIND, found).owner_uid != self._uid:
+        stored = await self._context.cluster.get(POOL_KIND, self._context.namespace, object_name)
+        if stored is not None and child_of(POOL_KIND, stored).owner_uid != self._uid:
             return [not_ours(POOL_KIND, object_name)]
         labels = self._labels(name)
-        if found is not None and labels.items() <= found["metadata"].get("labels", {}).items():
+        if stored is not None and labels.items() <= stored["metadata"].get("labels", {}).items():
             return []
         await self._context.cluster.apply(
             self._manifest(name, workload.replicas - workload.surged), self._context.namespace
@@ -139,20 +148,20 @@ class PoolObjects:
         return []
 
     async def _restore(
-        self, body: Body, name: PoolName, size: int, shown: Child, now: float
+        self, body: Body, name: PoolName, size: int, pool_object: Child, now: float
     ) -> list[Problem]:
-        requested, key = shown.requested, shown.name
-        if requested is None or self._unseen(shown, size, now):
+        requested, key = pool_object.requested, pool_object.name
+        if requested is None or self._unseen(pool_object, size, now):
             return []
         rival = requested.set_by
         problems: list[Problem] = []
         if rival is not None:
-            who = self._contests.against(key, now)
-            problems = [contested(name, f"the size of {POOL_KIND} {key}", who)] if who else []
+            client = self._contests.against(key, now)
+            problems = [contested(name, f"the size of {POOL_KIND} {key}", client)] if client else []
             if self._contests.pause(key, now) > 0:
                 return problems
         await self._context.cluster.apply(self._manifest(name, size), self._context.namespace)
-        self._written[key] = shown.resource_version, size, now
+        self._last_writes[key] = pool_object.resource_version, size, now
         if rival is not None:
             self._contests.repaired(key, now, rival)
             self._context.events.report(
@@ -164,10 +173,10 @@ class PoolObjects:
             )
         return problems
 
-    def _unseen(self, shown: Child, content: object, now: float) -> bool:
-        """Whether this was written and the watch does not show it yet."""
-        version, written, at = self._written.get(shown.name, (None, None, 0.0))
-        return (version, written) == (shown.resource_version, content) and now - at < UNSEEN_SECONDS
+    def _unseen(self, pool_object: Child, content: object, now: float) -> bool:
+        """Whether this content was written and the watch does not show it yet."""
+        version, written, at = self._last_writes.get(pool_object.name, (None, None, 0.0))
+        return (version, written) == (pool_object.resource_version, content) and now - at < UNSEEN_SECONDS
 
     def _labels(self, name: PoolName) -> Mapping[str, str]:
         return {

@@ -1,6 +1,6 @@
-"""What a pass over one deployment does, as a list of steps, and what it remembers for the next: see the parts that it joins.
+"""One pass over a deployment, as a list of steps. Its parts remember state for the next pass.
 
-Independent of loops and kopf: it is given the deployment, and returns when to look again.
+Independent of loops and kopf: a pass is given the deployment, and returns when to run again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ReconcilePass:
         return self._planned is not None
 
     def scaled(self, body: Body | None) -> ScalingView | None:
-        """What the autoscaler decides from. `body`: the deployment now. None while nothing of it may be scaled."""
+        """The autoscaler's view of the deployment, or None while nothing may be scaled. `body`: the deployment now."""
         if body is None or body["metadata"]["uid"] != self.uid or "deletionTimestamp" in body["metadata"]:
             return None
         deployment = self._target.of(body, self._reading_of(body)).deployment
@@ -97,27 +97,27 @@ class ReconcilePass:
         return ScalingView(deployment.spec, serving, observed)
 
     def observe(self) -> Observed:
-        """What the watch shows, and the growth that was decided and that it does not show yet."""
+        """The state shown by the watch, plus decided growth still missing there."""
         observed = self._observe()
         return replace(observed, growth=self._growth.unseen(observed))
 
     async def verify_growth(self) -> None:
-        """Look up sizes that the watch has not shown for long.
+        """Look up written sizes that the watch still does not show after a while.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: the API server refused the request, or could not answer now.
         """
         await self._growth.verify(self._observe(), self._sized)
 
     async def _sized(self, name: str) -> Child | None:
         for kind in POOL_KINDS:
-            found = await self._context.cluster.get(kind, self._context.namespace, name)
-            if found is not None and (child := child_of(kind, found)).owner_uid in (self.uid, None):
+            stored = await self._context.cluster.get(kind, self._context.namespace, name)
+            if stored is not None and (child := child_of(kind, stored)).owner_uid in (self.uid, None):
                 return child
         return None
 
     async def run(self, body: Body, *, failing: bool) -> float:
-        """Do what can be done now. Returns the seconds after which to look again even if nothing happens."""
+        """Do everything possible now. Returns seconds until the next pass if nothing happens before."""
         if await self.removal.namespace_ends(failing=failing):
             return await self.removal.let_go(body)
         if "deletionTimestamp" in body["metadata"]:
@@ -126,21 +126,20 @@ class ReconcilePass:
             return await self.removal.remove(body)
         if await self._finalizer.ensure(body):
             return self._context.pauses.resync_seconds  # the change comes back as an event
-        own = self._reading_of(body)
-        if own.deployment is not None:
-            await self._target.find(body, own.deployment.spec, own)
+        own_reading = self._reading_of(body)
+        if own_reading.deployment is not None:
+            await self._target.find(body, own_reading.deployment.spec, own_reading)
         reading, planned = self._plan(body)
         if (deployment := reading.deployment) is None:
             await self._report_faults(body, reading, self.observe())
             return self._context.pauses.resync_seconds
         if await self._pin(body, self.observe(), pipeline_revision(deployment.spec)):
-            _, planned = self._plan(
-                body
-            )  # so that a gateway that switches to the revision now names its digest
+            # A gateway that switches to the revision in this pass must name the pinned digest.
+            _, planned = self._plan(body)
         return await self._towards(body, reading, deployment, planned)
 
     def _plan(self, body: Body) -> tuple[Reading, list[Manifest]]:
-        """The objects of the spec in effect; recomputed only when that changes, and when its revision has been pinned."""
+        """The objects of the spec in effect. They are recomputed only when the spec changes or its revision is pinned."""
         pins = tuple((pin.revision, pin.identity, pin.image) for pin in self._pins.status)
         key = (body["metadata"].get("generation"), self._target.digest, pins)
         if self._planned is None or self._planned[0] != key:
@@ -153,17 +152,17 @@ class ReconcilePass:
         return self._planned[1], self._planned[2]
 
     def _reading_of(self, body: Body) -> Reading:
-        """The spec of a deployment; read only for a new generation."""
+        """The deployment's own spec, read once per generation."""
         generation = body["metadata"].get("generation")
         if self._reading is None or self._reading[0] != generation:
             self._reading = generation, read(body)
         return self._reading[1]
 
     async def _report_faults(self, body: Body, reading: Reading, observed: Observed) -> None:
-        """Report why no plan can be made; existing objects stay unchanged."""
+        """Report why there is no plan. Existing objects stay unchanged."""
         faults = tuple(
-            Problem("InvalidSpec", f.field or "spec", f.message, reading.remedy, revision=None)
-            for f in reading.faults
+            Problem("InvalidSpec", fault.field or "spec", fault.message, reading.remedy, revision=None)
+            for fault in reading.faults
         )
         await self.status.publish(body, self._facts(body, observed, reading, None, faults))
 
@@ -185,13 +184,13 @@ class ReconcilePass:
         problems += self._crashes.problems(observed)
         problems += self._silent.problems(observed, time.monotonic())
         problems += self._pins.moved(observed)
-        own = self._reading_of(body).deployment
+        own_deployment = self._reading_of(body).deployment
         if not spec.paused:
-            if own is not None:
-                problems += await self._target.keep(body, own.spec, step.serving)
+            if own_deployment is not None:
+                problems += await self._target.keep(body, own_deployment.spec, step.serving)
             with self._growth.deciding(step.growth):
-                found, settled = await self._execution.carry_out(body, step, secrets, observed)
-            problems += found
+                step_problems, settled = await self._execution.carry_out(body, step, secrets, observed)
+            problems += step_problems
             problems += await self._pool_objects.publish(body, spec, observed, step.serving)
             if not settled and step.stage == "Complete":
                 step = replace(step, stage="Updating")
@@ -207,16 +206,16 @@ class ReconcilePass:
         if step.stage == "Complete" and not spec.paused and self._target.digest is not None:
             await self._target.history.complete(self._target.digest)
         facts = self._facts(body, observed, reading, step, tuple(problems))
-        waiting = (weights_words(weights), waiting_for_nodes(observed.pods, now, deadlines))
-        words = "; ".join(filter(None, waiting))
-        await self.status.publish(body, replace(facts, waiting=words, weights=weights))
-        awaits = self._shortage.lasts or self._gateway_secrets.last or self._execution.awaits_secret
-        rests = step.stage == "Complete" and not awaits
+        waiting_parts = (weights_words(weights), waiting_for_nodes(observed.pods, now, deadlines))
+        waiting_text = "; ".join(filter(None, waiting_parts))
+        await self.status.publish(body, replace(facts, waiting=waiting_text, weights=weights))
+        awaits_change = self._shortage.lasts or self._gateway_secrets.last or self._execution.awaits_secret
+        idle = step.stage == "Complete" and not awaits_change
         pauses = self._context.pauses
-        return pauses.resync_seconds if rests else min(pauses.moving_seconds, due)
+        return pauses.resync_seconds if idle else min(pauses.moving_seconds, due)
 
     async def _pin(self, body: Body, observed: Observed, revision: str) -> bool:
-        """Pin a revision to what its first Ready pod runs. Returns whether that is new."""
+        """Pin a revision to the code and weights of its first Ready pod. Returns whether the pin is new."""
         pin = await self._pins.look(observed, revision)
         if pin is not None:
             commit = f"model commit {pin.commit}" if pin.commit else ""
@@ -262,10 +261,10 @@ class ReconcilePass:
 
 def _pod_problems(observed: Observed, now: float, deadlines: dict[str, Deadlines]) -> list[Problem]:
     return [
-        p
+        problem
         for pod in (with_its_start(pod, observed) for pod in _causes_first(observed.pods))
-        if pod.component != WEIGHTS  # they end: see `weights`
-        and (p := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
+        if pod.component != WEIGHTS  # download pods end: see `weights_download`
+        and (problem := pod_problem(pod, now, deadlines.get(pod.component, Deadlines()))) is not None
     ]
 
 
@@ -274,5 +273,5 @@ def _job_of(weights: WeightsStatus | None, observed: Observed) -> Child | None:
 
 
 def _causes_first(pods: Iterable[PodView]) -> list[PodView]:
-    """Of problems of one kind the first is quoted: that of a pod with a reason of its own."""
+    """Pods with a reason of their own first: of several problems of one kind, the first is quoted."""
     return sorted(pods, key=lambda pod: RELAYED in pod.last_words)

@@ -1,5 +1,6 @@
-"""The loops of one deployment: passes and ticks of the autoscaler, one after another, with backoff after failures. Independent of kopf: it is
-given what was seen and is woken when that changes. What a pass does is in `reconcile_pass`.
+"""The loops of one deployment: reconcile passes and autoscaler ticks, one after another, with backoff after failures.
+
+Independent of kopf: the loops are given the observed state and are woken when it changes. `reconcile_pass` has the work of a pass.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 PASS_SECONDS = 120.0
 BUSY_PASSES = 5
-"""How many passes in a row may fail because the API server is busy before a condition reports it."""
+"""This many consecutive passes must fail on a busy API server before a condition reports it."""
 
 
 class Reconciler:
-    """One deployment, from the first time it is seen until it is deleted."""
+    """Reconciles one deployment, from its first observation until its deletion."""
 
     def __init__(
         self,
@@ -60,18 +61,18 @@ class Reconciler:
         self._pass = ReconcilePass(self._context, report_fetcher, observe)
 
     def show(self, body: Body | None) -> None:
-        """The deployment now, or None if it was deleted."""
+        """Take the deployment's current body, or None after its deletion."""
         self.body = body
         self.wake.set()
 
     def namespace_ends(self) -> None:
-        """The namespace is being deleted."""
+        """Note that the namespace is being deleted."""
         if not self._pass.removal.ending:
             self._pass.removal.ending = True
             self.wake.set()
 
     def snapshot(self) -> DeploymentSnapshot:
-        """The deployment as the last pass and the last tick left it."""
+        """The deployment's state after the last pass and the last tick."""
         scaling = self._pass.scaling
         since = self._failing_since
         return replace(
@@ -92,14 +93,14 @@ class Reconciler:
             await asyncio.gather(scaling, return_exceptions=True)
 
     async def _keep_scaling(self) -> None:
-        """Ticks of the autoscaler. They end with the deployment; after failures they come less often."""
-        failures, at_least = 0, 0.0
+        """Run autoscaler ticks until the deployment is deleted, less often after failures."""
+        failures, minimum_pause = 0, 0.0
         while True:
             pause = max(
-                at_least, min(self._pauses.tick_seconds * 2.0**failures, self._pauses.last_tick_seconds)
+                minimum_pause, min(self._pauses.tick_seconds * 2.0**failures, self._pauses.last_tick_seconds)
             )
             await asyncio.sleep(pause * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
-            failures, at_least = min(failures + 1, 10), 0.0
+            failures, minimum_pause = min(failures + 1, 10), 0.0
             try:
                 await self._scale()
                 self._passed("scale", None)
@@ -107,25 +108,25 @@ class Reconciler:
                 failures = 0
             except (BusyError, RefusedError) as error:
                 self._passed("scale", error)
-                at_least = getattr(error, "retry_seconds", None) or 0.0
+                minimum_pause = getattr(error, "retry_seconds", None) or 0.0
                 logger.warning("%s/%s: failed to scale: %s", self.namespace, self.name, error)
                 if isinstance(error, RefusedError):
                     self._pass.not_scaled = refusal("autoscaler", str(error))
-            except Exception as error:  # as for passes
+            except Exception as error:  # the loop must go on, as for passes
                 self._passed("scale", error)
                 logger.exception("%s/%s: autoscaler tick failed", self.namespace, self.name)
 
     async def _scale(self) -> None:
-        body, work = self.body, self._pass
-        if body is None or not work.has_read or body["metadata"]["uid"] != work.uid:
+        body, current_pass = self.body, self._pass
+        if body is None or not current_pass.has_read or body["metadata"]["uid"] != current_pass.uid:
             return
-        work.scaling.watch_drains(self._observe(), time.time())
-        view = work.scaled(body)
-        if view is None or not work.scaling.needed(view):
-            work.scaling.suspend()
+        current_pass.scaling.watch_drains(self._observe(), time.time())
+        view = current_pass.scaled(body)
+        if view is None or not current_pass.scaling.needed(view):
+            current_pass.scaling.suspend()
             return
-        await work.verify_growth()
-        events, changed = await work.scaling.tick(time.time(), lambda: work.scaled(self.body))
+        await current_pass.verify_growth()
+        events, changed = await current_pass.scaling.tick(time.time(), lambda: current_pass.scaled(self.body))
         if changed:
             self.wake.set()
         for reason, message in events:
@@ -161,10 +162,10 @@ class Reconciler:
             await asyncio.sleep(self._pauses.gather_seconds)
 
     async def _bounded_pass(self, body: Body) -> float:
-        """`_one_pass` within its deadline.
+        """Run `_one_pass` within its deadline.
 
         Raises:
-            BusyError: the deadline is over.
+            BusyError: the deadline has passed.
         """
         try:
             async with asyncio.timeout(PASS_SECONDS) as deadline:
@@ -175,8 +176,10 @@ class Reconciler:
             raise BusyError(f"the reconcile pass did not finish within {PASS_SECONDS:.0f} s") from None
 
     async def _pause(self, seconds: float, body: Body) -> None:
-        """Wait before a retry. Changes of objects do not end it, or they would turn a backoff into a busy loop; a new spec and
-        the deletion of the namespace do."""
+        """Wait before a retry. Object changes do not end it, or the backoff would become a busy loop.
+
+        A new spec ends it, and so does the deletion of the namespace.
+        """
         ending = self._pass.removal.ending
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -185,7 +188,7 @@ class Reconciler:
                     await self.wake.wait()
 
     async def _report_failure(self, body: Body, error: Exception) -> None:
-        """Report in condition Degraded why no pass succeeds; the other conditions stay as they are. Best effort."""
+        """Report in condition Degraded why no pass succeeds, leaving the other conditions unchanged. Best effort."""
         if self._failing_since is None:
             self._failing_since = now()
         if isinstance(error, BusyError) and self._failures < BUSY_PASSES:
@@ -201,20 +204,20 @@ class Reconciler:
 
     def _backoff(self, error: Exception) -> float:
         low, high = self._pauses.first_retry_seconds, self._pauses.last_retry_seconds
-        grown = min(high, low * 2.0 ** min(self._failures, 20)) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        backoff = min(high, low * 2.0 ** min(self._failures, 20)) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         self._failures += 1
         retry_after = error.retry_seconds if isinstance(error, BusyError) else None
-        return max(grown, min(retry_after or 0.0, high))
+        return max(backoff, min(retry_after or 0.0, high))
 
     async def _one_pass(self, body: Body) -> float:
-        """A pass over the current deployment; the state of an earlier one of the same name is dropped."""
+        """Run a pass over the current deployment, dropping the state of an earlier one with the same name."""
         if body["metadata"]["uid"] != self._pass.uid:
             self._pass = ReconcilePass(self._context, self._report_fetcher, self._observe, body)
         return await self._pass.run(body, failing=bool(self._failures))
 
 
 def _intent(body: Body | None) -> object:
-    """Changes when a user changes what the deployment should be."""
+    """The user's intent for the deployment, as a comparable value."""
     if body is None:
         return None
     metadata = body["metadata"]

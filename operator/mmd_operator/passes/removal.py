@@ -1,4 +1,7 @@
-"""The end of a deployment: its gateway drains, its objects are deleted, its finalizer goes; at once where its namespace ends."""
+"""Removes a deployment: drains its gateway, deletes its objects, then removes its finalizer.
+
+If its namespace is being deleted, the finalizer is removed at once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from mmd_operator.status.status_writer import StatusWriter
 logger = logging.getLogger(__name__)
 
 DRAIN_MARGIN_SECONDS = 5.0
-"""How long after the gateway's grace period a deletion stops waiting for the gateway to drain."""
+"""A deletion waits this long beyond the gateway's grace period for the gateway to drain."""
 
 
 class Removal:
@@ -38,7 +41,7 @@ class Removal:
         self._delete = delete
         self.ending = False
         self._drain_overdue = False
-        self._cut_short: set[str] = set()  # pods, by uid, whose grace period was cut
+        self._cut_short: set[str] = set()  # UIDs of pods with a shortened grace period
 
     async def namespace_ends(self, *, failing: bool) -> bool:
         """Whether the deployment's namespace is being deleted. Checked only on a hint: terminating pods or failed passes."""
@@ -57,30 +60,30 @@ class Removal:
     async def let_go(self, body: Body) -> float:
         """Drop the finalizer at once: the namespace's deletion ends every pod anyway, and may soon delete this operator's Role.
 
-        The namespace's controller ends the pods five seconds after the deletion and looks again five seconds later. If a pod is left
-        then, it comes back after half of the longest grace period, which is minutes for a gateway. NATS ends with the rest, so there is
-        no request to wait for.
+        The namespace controller ends the pods five seconds after the deletion and checks again five seconds later. If a pod still exists
+        then, the next check comes after half of the longest grace period, which is minutes for a gateway. NATS ends with the other pods,
+        so there is no request to wait for.
         """
         pods = [pod for pod in self._observe().pods if pod.uid not in self._cut_short]
-        pods.sort(key=lambda pod: pod.component != "gateway")  # its grace is the longest
+        pods.sort(key=lambda pod: pod.component != "gateway")  # gateways have the longest grace period
         if pods and not self._cut_short:
             logger.info(
                 "%s/%s: the namespace is being deleted; removing the finalizer, %d pods terminate within a second",
                 *(self._context.namespace, self._context.name, len(pods)),
             )
-        released, *_ = await asyncio.gather(
+        finalizer_result, *_ = await asyncio.gather(
             self._finalizer.remove(body), *(self._cut_grace(pod) for pod in pods), return_exceptions=True
         )
-        if isinstance(released, BaseException):
-            raise released
+        if isinstance(finalizer_result, BaseException):
+            raise finalizer_result
         return self._context.pauses.resync_seconds
 
     async def remove(self, body: Body) -> float:
         """Let the gateway finish its requests, delete all other objects, then release the deployment."""
         metadata = body["metadata"]
         observed = self._observe()
-        ours = [c for c in observed.children.values() if c.owner_uid == metadata["uid"]]
-        gateways = [c for c in ours if c.kind == "Deployment"]
+        owned = [c for c in observed.children.values() if c.owner_uid == metadata["uid"]]
+        gateways = [c for c in owned if c.kind == "Deployment"]
         for child in gateways:
             if not child.deleting:
                 await self._delete(child)
@@ -99,7 +102,7 @@ class Removal:
                 f"{len(held)} of the gateway pods did not terminate in time ({names}); the deletion continues"
             )
             self._context.events.report(body, "DrainDeadlineExceeded", message, warning=True)
-        remaining = [c for c in ours if c not in gateways]
+        remaining = [c for c in owned if c not in gateways]
         for child in remaining:
             if not child.deleting:
                 await self._delete(child)
@@ -116,7 +119,7 @@ class Removal:
                 self._context.namespace, pod.name, pod.uid, grace_seconds=1
             )
             self._cut_short.add(pod.uid)
-        except (BusyError, RefusedError) as error:  # it ends by itself, later
+        except (BusyError, RefusedError) as error:  # the pod ends on its own, later
             logger.warning(
                 "%s/%s: failed to shorten the grace period of pod %s: %s",
                 self._context.namespace,
@@ -127,7 +130,7 @@ class Removal:
 
     @staticmethod
     def _drain_seconds(body: Body) -> float:
-        """Seconds that the gateway's pods still have to finish."""
+        """Seconds left for the gateway's pods to finish."""
         gateway = body.get("spec", {}).get("gateway", {})
         configured = gateway.get("template", {}).get("terminationGracePeriodSeconds", 120)
         grace = gateway_grace_seconds(configured, gateway.get("requestTimeoutSeconds", 600))

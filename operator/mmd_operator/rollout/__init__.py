@@ -1,1 +1,1 @@
-"""How a deployment gets from what exists to what is wanted: the next step, decided purely, and its execution. Knows no load."""
+"""Rollouts: a pure decision on the next step from the present objects to the desired ones, and its execution. Independent of load."""

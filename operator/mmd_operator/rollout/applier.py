@@ -1,4 +1,4 @@
-"""Writes one deployment's objects, each only when necessary: remembers what it applied and how the object looked afterwards."""
+"""Writes one deployment's objects, each only when necessary. It remembers what it applied and how the object looked afterwards."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ from mmd_operator.sizes.pending_growth import PendingGrowth
 logger = logging.getLogger(__name__)
 
 ApplyResult = Literal["Unchanged", "Unseen", "Created", "Changed", "Repaired", "Contested", "Refused"]
-"""Unseen: applied, and the watch does not show it yet. Repaired: another client had changed or deleted it. Contested: a client did so again
-and again, and the next repair waits."""
+"""Unseen: applied, but not shown by the watch yet. Repaired: another client had changed or deleted the object. Contested: another client
+did so repeatedly, and the next repair waits."""
 UNSEEN_SECONDS = 5.0
-"""How long a watch may take to show an object as it was applied, before it counts as changed by another client."""
+"""The watch may take this long to show an applied object, before the object counts as changed by another client."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What was applied, how the object looked afterwards, and whether the watch has shown it so."""
+    """An applied object: its plan, its fingerprint afterwards, and whether the watch has shown that fingerprint."""
 
     plan: str
     fingerprint: str
-    version_before: str | None  # that the watch showed when it was applied
+    version_before: str | None  # the version in the watch at the time of the apply
     at: float
     seen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _SecretSeen:
-    """How a Secret was found, and when to look again: its changes are not watched."""
+    """The last check of a Secret, and when to check again: changes of Secrets are not watched."""
 
     plan: str
     due: float
-    pause: float  # after that
+    pause: float  # seconds from the check at `due` to the next
     problem: Problem | None
 
 
@@ -88,13 +88,13 @@ class Applier:
         self._namespace, self._name, self._uid = namespace, name, uid
         self._records: dict[ObjectKey, _Record] = {}
         self._repairs = Contests(pauses)  # writes that changed something
-        self._writes = Contests(pauses)  # all writes of what is already applied
+        self._writes = Contests(pauses)  # all repeated writes of an applied plan
         self._secrets: dict[ObjectKey, _SecretSeen] = {}
 
     async def apply(
         self, manifest: Manifest, child: Child | None, now: float
     ) -> tuple[ApplyResult, Problem | None]:
-        """Make one object match its manifest. `child`: as the watch shows it; `now`: monotonic seconds.
+        """Make one object match its manifest. `child`: the object in the watch; `now`: monotonic seconds.
 
         Raises:
             BusyError: nothing can be written now.
@@ -103,28 +103,27 @@ class Applier:
         plan = digest(_without_replicas(manifest))
         record = self._records.get(key)
         version = child.resource_version if child else None
-        known = record is not None and record.plan == plan
+        applied_before = record is not None and record.plan == plan
         try:
-            if record is not None and known:
+            if record is not None and applied_before:
                 if child is not None and child.fingerprint == record.fingerprint:
                     record.seen = True
                     return "Unchanged", self._contested(manifest, now)
                 as_before = version == record.version_before and not record.seen
                 if as_before and now - record.at < UNSEEN_SECONDS:
                     return "Unseen", None
-                contests = (
-                    self._repairs if child is None else self._writes
-                )  # what is gone is no harmless change
+                # A deletion is never a harmless change.
+                contests = self._repairs if child is None else self._writes
                 if contests.pause(key, now) > 0:
-                    problem = self._contested(manifest, now)  # None: what others write there is not ours
+                    problem = self._contested(manifest, now)  # None: others write fields that are not ours
                     return "Contested" if problem else "Unchanged", problem
-                found = await self._cluster.get(kind, self._namespace, name)
-                if found is not None and fingerprint(found) == record.fingerprint:
-                    self._growth.confirmed(child_of(kind, found), child)
+                stored = await self._cluster.get(kind, self._namespace, name)
+                if stored is not None and fingerprint(stored) == record.fingerprint:
+                    self._growth.confirmed(child_of(kind, stored), child)
                     record.version_before, record.at, record.seen = version, now, False
                     return "Unseen", None  # the watch lags; nothing has changed
-                child = self._adoptable(kind, found) if found is not None else None
-            outcome, after = await self._write(manifest, child, known=known)
+                child = self._adoptable(kind, stored) if stored is not None else None
+            outcome, fingerprint_after = await self._write(manifest, child, applied_before=applied_before)
         except _NotOursError:
             return "Refused", not_ours(*key)
         except RefusedError as error:
@@ -134,9 +133,9 @@ class Applier:
             if isinstance(error, NotServedError):
                 return "Refused", not_served(component, kind, revision)
             return "Refused", refusal(component, str(error), revision)
-        self._records[key] = _Record(plan, after, version, now)
+        self._records[key] = _Record(plan, fingerprint_after, version, now)
         rival = child.rival if child else None
-        if known:
+        if applied_before:
             self._writes.repaired(key, now, rival)
         if outcome == "Repaired":
             self._repairs.repaired(key, now, rival)
@@ -150,21 +149,21 @@ class Applier:
         return contested(component, f"{kind} {name}", rival) if rival else None
 
     async def keep_secret(self, secret: Manifest, now: float) -> tuple[ApplyResult, Problem | None]:
-        """Create a Secret with new passwords unless it exists; add keys that ours lacks; rotate it for another generation.
+        """Create a missing Secret with new passwords; add missing keys to ours, and rotate it for another generation.
 
-        The operator may not read Secrets, so it cannot see that one was deleted or changed: it checks at growing intervals, and often while
-        there is a problem. `now`: monotonic seconds. A Secret that the operator did not create is left unchanged, and is a problem while it
-        lacks a key.
+        The operator may not read Secrets, so it cannot see a deletion or change: it checks at growing intervals, and often while there is
+        a problem. A Secret that the operator did not create is left unchanged, and is a problem while it lacks a key. `now`: monotonic
+        seconds.
 
         Raises:
             BusyError: nothing can be written now.
         """
         key, plan = manifest_key(secret), digest(secret)
-        seen = self._secrets.get(key)
-        if seen is None or seen.plan != plan:
-            seen = _SecretSeen(plan, now, self._pauses.first_secret_seconds, None)
-        if now < seen.due:
-            return ("Refused" if seen.problem else "Unchanged"), seen.problem
+        check = self._secrets.get(key)
+        if check is None or check.plan != plan:
+            check = _SecretSeen(plan, now, self._pauses.first_secret_seconds, None)
+        if now < check.due:
+            return ("Refused" if check.problem else "Unchanged"), check.problem
         try:
             outcome, problem = await self._keep_secret(secret)
         except RefusedError as error:
@@ -172,18 +171,18 @@ class Applier:
         if problem is not None:
             due, pause = now + self._pauses.bad_secret_seconds, self._pauses.first_secret_seconds
         else:
-            due, pause = now + seen.pause, min(2 * seen.pause, self._pauses.last_secret_seconds)
+            due, pause = now + check.pause, min(2 * check.pause, self._pauses.last_secret_seconds)
         self._secrets[key] = _SecretSeen(plan, due, pause, problem)
         return outcome, problem
 
     async def _keep_secret(self, secret: Manifest) -> tuple[ApplyResult, Problem | None]:
-        """Checks first: a namespace at its quota of Secrets rejects a create even if the Secret exists."""
+        """Check before creating: a namespace at its quota of Secrets rejects a create even if the Secret exists."""
         name = secret["metadata"]["name"]
         present = await self._cluster.secret_metadata(self._namespace, name)
         if present is None:
             await self._cluster.create_secret(with_passwords(self._owned(secret)), self._namespace)
             return "Created", None
-        if all(o["uid"] != self._uid for o in present.get("ownerReferences", ())):
+        if all(owner["uid"] != self._uid for owner in present.get("ownerReferences", ())):
             lacking = await self._cluster.secret_lacks(self._namespace, name, password_keys(secret))
             return ("Refused", secret_incomplete(name, lacking)) if lacking else ("Unchanged", None)
         changes = password_changes(secret, present.get("annotations", {}))
@@ -193,20 +192,20 @@ class Applier:
         return "Changed", None
 
     def forget(self, key: ObjectKey) -> None:
-        """An object was removed."""
+        """Forget a removed object."""
         self._records.pop(key, None)
         self._repairs.forget(key)
         self._writes.forget(key)
 
     async def _write(
-        self, manifest: Manifest, child: Child | None, *, known: bool
+        self, manifest: Manifest, child: Child | None, *, applied_before: bool
     ) -> tuple[ApplyResult, str]:
-        """What that was, and the fingerprint of the object afterwards."""
+        """Write an object. Returns what the write did, and the object's fingerprint afterwards."""
         kind, name = manifest_key(manifest)
         if child is None:
-            found = await self._cluster.get(kind, self._namespace, name)
-            if found is not None:
-                child = self._adoptable(kind, found)
+            stored = await self._cluster.get(kind, self._namespace, name)
+            if stored is not None:
+                child = self._adoptable(kind, stored)
                 self._growth.confirmed(child, None)
         elif child.owner_uid not in (self._uid, None):
             raise _NotOursError
@@ -220,34 +219,42 @@ class Applier:
             body = _without_replicas(body)
         if child is None and sized:
             with self._growth.writing(name, body["spec"]["replicas"]):
-                after = await self._applied(body, child)
-            self._growth.confirmed(child_of(kind, after), None)
+                result = await self._applied(body, child)
+            self._growth.confirmed(child_of(kind, result), None)
             await self._cluster.release_replicas(kind, self._namespace, name, body["spec"]["replicas"])
         else:
-            after = await self._applied(body, child)
-        left = fingerprint(after)
+            result = await self._applied(body, child)
+        fingerprint_after = fingerprint(result)
         if child is None:
-            return "Repaired" if known else "Created", left
-        if after["metadata"]["resourceVersion"] == child.resource_version:
-            return "Unchanged", left
-        return "Repaired" if known and left != child.fingerprint else "Changed", left
+            return "Repaired" if applied_before else "Created", fingerprint_after
+        if result["metadata"]["resourceVersion"] == child.resource_version:
+            return "Unchanged", fingerprint_after
+        return (
+            "Repaired" if applied_before and fingerprint_after != child.fingerprint else "Changed",
+            fingerprint_after,
+        )
 
     async def _applied(self, body: Manifest, child: Child | None) -> Manifest:
-        """Apply an object; returns the result, with the digest of its template if it is one that may be kept."""
+        """Apply an object. Returns the result, annotated with its template's digest if the template may be kept."""
         if BUILT_ANNOTATION not in body["metadata"].get("annotations", {}):
             return await self._cluster.apply(body, self._namespace)
         if child is not None and child.applied is not None:
             body = _annotated(body, APPLIED_ANNOTATION, child.applied)
-        after = await self._cluster.apply(body, self._namespace)
-        found = digest(WORKLOADS[body["kind"]].templates(after))  # with the API server's defaults
-        if after["metadata"]["annotations"].get(APPLIED_ANNOTATION) == found:
-            return after
-        return await self._cluster.apply(_annotated(body, APPLIED_ANNOTATION, found), self._namespace)
+        result = await self._cluster.apply(body, self._namespace)
+        # The result's templates include the API server's defaults.
+        template_digest = digest(WORKLOADS[body["kind"]].templates(result))
+        if result["metadata"]["annotations"].get(APPLIED_ANNOTATION) == template_digest:
+            return result
+        return await self._cluster.apply(
+            _annotated(body, APPLIED_ANNOTATION, template_digest), self._namespace
+        )
 
     async def _with_present_template(self, manifest: Manifest, child: Child) -> Manifest:
-        """The manifest with the pod template that the object has, so that its pods stay as they are; unless its image has been pinned
-        since, or another client has changed it since the operator applied it. Where an earlier release stored no digest of
-        it, the owners of its fields decide."""
+        """The manifest with the object's present pod template, so that its pods stay as they are.
+
+        The manifest keeps its own template if the image has been pinned since, or if another client has changed the template since the
+        operator applied it. If an earlier release stored no digest of the template, the owners of its fields decide.
+        """
         kind, name = manifest_key(manifest)
         present = await self._cluster.get(kind, self._namespace, name)
         if present is None:
@@ -255,7 +262,7 @@ class Applier:
         workload = WORKLOADS[kind]
         template = workload.templates(present)
         if _image_was_pinned(workload.pod_template(present), workload.pod_template(manifest)):
-            return manifest  # pods that start later must not pull what the tag names then
+            return manifest  # later pods must not pull whatever the tag names by then
         applied = present["metadata"].get("annotations", {}).get(APPLIED_ANNOTATION)
         rival = rival_of_template(kind, present["metadata"].get("managedFields", ()))
         if rival is not None if applied is None else applied != digest(template):
@@ -267,13 +274,13 @@ class Applier:
                 rival or child.rival or "an unknown client",
             )
             return manifest
-        kept = {**manifest, "spec": {**manifest["spec"], workload.template_field: template}}
-        return _annotated(kept, BUILT_ANNOTATION, str(child.built))
+        merged = {**manifest, "spec": {**manifest["spec"], workload.template_field: template}}
+        return _annotated(merged, BUILT_ANNOTATION, str(child.built))
 
-    def _adoptable(self, kind: str, found: Mapping[str, Any]) -> Child:
-        """An object with our labels that the watch has not shown yet; any other is not ours."""
-        labels = found["metadata"].get("labels", {})
-        child = child_of(kind, found)
+    def _adoptable(self, kind: str, body: Mapping[str, Any]) -> Child:
+        """The projection of an object with our labels, not shown by the watch yet. Any other object is not ours."""
+        labels = body["metadata"].get("labels", {})
+        child = child_of(kind, body)
         ours = (
             labels.get(DEPLOYMENT_LABEL) == self._name
             and labels.get(MANAGED_BY_LABEL) == "multimodal-operator"
@@ -298,22 +305,26 @@ class _NotOursError(Exception):
 
 
 def _only_builder_changed(manifest: Manifest, child: Child) -> bool:
-    """Whether an operator of another release wrote the template, from the same part of the spec. Pods that their controller
-    replaces whenever the template changes keep theirs then."""
-    wanted = manifest["metadata"].get("annotations", {}).get(BUILT_ANNOTATION)
-    if wanted is None or child.built in (None, wanted) or child.workload is None:
+    """Whether an operator of another release wrote the template, from the same part of the spec.
+
+    If so, pods that their controller replaces after any change of the template keep their present template.
+    """
+    planned_digest = manifest["metadata"].get("annotations", {}).get(BUILT_ANNOTATION)
+    if planned_digest is None or child.built in (None, planned_digest) or child.workload is None:
         return False
     template = WORKLOADS[child.kind].pod_template(manifest)
     inputs = template["metadata"]["annotations"][INPUTS_ANNOTATION]
     return bool(child.workload.inputs == inputs)
 
 
-def _image_was_pinned(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a template should name its image by a digest and names it by a tag. Anything else that differs is what the cluster
-    makes of templates: injected containers, a mirror of the registry."""
+def _image_was_pinned(present: Mapping[str, Any], planned: Mapping[str, Any]) -> bool:
+    """Whether the planned template names its image by digest and the present one by tag.
+
+    All other differences come from the cluster: injected containers, a mirror of the registry.
+    """
     images = {container["name"]: container["image"] for container in present["spec"]["containers"]}
-    own = wanted["spec"]["containers"][0]
-    return "@" in own["image"] and "@" not in images.get(own["name"], "")
+    planned_container = planned["spec"]["containers"][0]
+    return "@" in planned_container["image"] and "@" not in images.get(planned_container["name"], "")
 
 
 def _annotated(manifest: Manifest, annotation: str, value: str) -> Manifest:

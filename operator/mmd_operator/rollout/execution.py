@@ -1,4 +1,4 @@
-"""Carries out a step of a rollout: applies, resizes, replaces, removes. `rollout` decides which step."""
+"""Carries out a step of a rollout: applies, resizes, replaces, removes. `next_step` decides which step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from mmd_operator.sizes.pending_growth import PendingGrowth
 
 @dataclass(slots=True)
 class _Outcome:
-    """What a step has come to so far.
+    """The results of a step so far.
 
-    `done`: objects by what was done to them. `changed`: objects written now. `withheld`: objects that wait for a Secret.
+    `done`: objects by action. `changed`: objects written now. `withheld`: objects waiting for a Secret.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -38,9 +38,9 @@ class _Outcome:
     withheld: set[ObjectKey] = field(default_factory=set)
     settled: bool = True
 
-    def note(self, what: str, name: str) -> None:
-        """Something was done to an object."""
-        self.done.setdefault(what, []).append(name)
+    def note(self, action: str, name: str) -> None:
+        """Note an action on an object."""
+        self.done.setdefault(action, []).append(name)
 
 
 class Execution:
@@ -52,12 +52,15 @@ class Execution:
         self._applier = Applier(context.cluster, context.namespace, context.name, uid, growth, context.pauses)
         self._resizes = Resizes(context, growth)
         self.awaits_secret = False
-        """Whether there was a problem with a Secret when `carry_out` was last called."""
+        """Whether the last `carry_out` met a problem with a Secret."""
 
     async def carry_out(
         self, body: Body, step: Step, secrets: list[Manifest], observed: Observed
     ) -> tuple[list[Problem], bool]:
-        """Returns problems, and whether the observed state is the applied one; until it is, nothing is switched or removed."""
+        """Carry out a step. Returns problems, and whether the observed state is the applied one.
+
+        Until it is, nothing is switched or removed.
+        """
         outcome = _Outcome()
         try:
             await self._keep_secrets(secrets, outcome)
@@ -67,13 +70,13 @@ class Execution:
             await self._remove(step, outcome)
         finally:
             self.awaits_secret = bool(outcome.withheld)
-            for what, names in outcome.done.items():
-                self._context.events.report(body, what, f"{len(names)}: {', '.join(names)}")
-                self._context.metrics.objects.labels(what.lower()).inc(len(names))
+            for action, names in outcome.done.items():
+                self._context.events.report(body, action, f"{len(names)}: {', '.join(names)}")
+                self._context.metrics.objects.labels(action.lower()).inc(len(names))
         return outcome.problems, outcome.settled
 
     async def _keep_secrets(self, secrets: list[Manifest], outcome: _Outcome) -> None:
-        """Create and repair Secrets. A server must not start with users that its Secret has no passwords for."""
+        """Create and repair Secrets. A server must not start with users whose passwords its Secret lacks."""
         for secret in secrets:
             result, problem = await self._applier.keep_secret(secret, time.monotonic())
             name = secret["metadata"]["name"]
@@ -84,7 +87,7 @@ class Execution:
                 outcome.withheld |= {(kind, name) for kind in ("ConfigMap", "StatefulSet")}
 
     async def _apply(self, body: Body, step: Step, observed: Observed, outcome: _Outcome) -> None:
-        """Write the step's objects. Clients switch to other gateways only once everything before has settled."""
+        """Write the step's objects. Clients switch to other gateways only after all earlier objects have settled."""
         for manifest in step.apply:
             kind, name = manifest["kind"], manifest["metadata"]["name"]
             if not outcome.settled and kind == "Deployment" and step.stage == "SwitchingGateway":
@@ -106,22 +109,22 @@ class Execution:
                 outcome.note(result, f"{kind} {name}")
 
     async def _resize(self, body: Body, step: Step, observed: Observed, outcome: _Outcome) -> None:
-        """Grow workloads, and restore sizes that others changed. Pods of one that shrinks drain first: see `scaling`."""
+        """Grow workloads, and restore sizes that others changed. Pods of a shrinking workload drain first: see `scaling`."""
         for name, replicas in step.sizes.items():
             child = observed.sized(name)
-            before = child.workload.replicas if child and child.workload else 0
-            if child is None or replicas < before or self._growth.forbids(name, replicas):
+            present_replicas = child.workload.replicas if child and child.workload else 0
+            if child is None or replicas < present_replicas or self._growth.forbids(name, replicas):
                 continue
             surge = name in step.replace and step.replace[name].replicas is not None
             manager = SURGE_FIELD_MANAGER if surge else SCALER_FIELD_MANAGER
             outcome.problems += await self._resizes.resize(body, child.key, child, replicas, manager)
         for key, replicas in step.restore.items():
-            if key not in outcome.changed:  # else the observed size is outdated
+            if key not in outcome.changed:  # otherwise the observed size is outdated
                 restored = observed.children.get(key)
                 outcome.problems += await self._resizes.resize(body, key, restored, replicas)
 
     async def _replace_pods(self, step: Step, outcome: _Outcome) -> None:
-        """Delete pods that were made from older settings; their workloads make new ones."""
+        """Delete pods with outdated settings; their workloads create new ones."""
         if not outcome.settled:
             return
         for replacement in step.replace.values():
@@ -130,7 +133,7 @@ class Execution:
                 outcome.note("Replaced", f"pod {pod.name}")
 
     async def _remove(self, step: Step, outcome: _Outcome) -> None:
-        """Delete what the deployment no longer has. Objects that let clients in go at once, the others when everything has settled."""
+        """Delete objects that are no longer needed: those that let clients in at once, others after everything has settled."""
         for child in step.remove:
             if not outcome.settled and child.kind not in EXPOSING_KINDS:
                 continue
@@ -142,7 +145,7 @@ class Execution:
             outcome.note("Removed", f"{child.kind} {child.name}")
 
     async def delete(self, child: Child) -> None:
-        """Delete an object, and forget what was applied of it."""
+        """Delete an object, and forget its applied state."""
         await self._context.cluster.delete(child.kind, self._context.namespace, child.name, child.uid)
         self._growth.forget(child.name)
         self._applier.forget(child.key)

@@ -1,14 +1,14 @@
-"""How a deployment gets from what exists to what is wanted: the steps of one pass, in the order in which they apply. Pure.
+"""Decides what a pass does next for a rollout: its steps, in the order in which they apply. Pure.
 
-A pipeline revision is brought up alongside the one that serves. When all pods of its pools are Ready, the gateway's Deployment is applied with it:
-Kubernetes then starts gateway pods of the new revision, which place requests on the new pools only, before it stops old ones, which finish
-what they hold on the old pools. The old pools go when no gateway pod of their revision is left. Until the new revision is Ready
-the gateway is not touched, so a bad one never serves; reverting it is a rollout whose target is already Ready.
-Under a GPU budget a new revision starts with what the serving one leaves it, and waits where that is too little for one pod of each pool.
-Pools grow, and surge while their only pod is replaced, by what the budget leaves; each takes its part before the next one asks. What the
-autoscaler has given away since is part of what was observed: see `growth`.
-Pods of the serving revision that were made from other settings are replaced one at a time: see `replacement`.
-Which revision serves is read from the gateway's pod template: nothing else needs to be remembered.
+A new pipeline revision is brought up alongside the serving one. When all pods of its pools are Ready, the gateway's Deployment is applied with
+it. Kubernetes then starts gateway pods of the new revision before it stops old ones. New gateway pods place requests on the new pools only;
+old ones finish their requests on the old pools. The old pools are removed when no gateway pod of their revision is left. Until the new revision
+is Ready the gateway is not touched, so a bad revision never serves, and reverting it is a rollout whose target is already Ready.
+Under a GPU budget, a new revision starts with the GPUs left by the serving one, and waits if they are too few for one pod of each pool.
+Pools grow, and surge while their only pod is replaced, within the rest of the budget; each takes its part before the next one asks. GPUs that
+the autoscaler has given away since are part of the observed state: see `pending_growth`.
+Pods of the serving revision with outdated settings are replaced one at a time: see `replacement`.
+The serving revision is read from the gateway's pod template: nothing else needs to be remembered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mmd_operator.sizes.replacement import Replacement
 Stage = Literal["Creating", "BringingUp", "SwitchingGateway", "Draining", "Complete", "Updating"]
 
 STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
-    # What is applied.
+    # Objects to apply.
     steps.share_gpu_budget,
     steps.apply_planned_objects,
     steps.route_to_service_without_picker,
@@ -37,11 +37,11 @@ STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     steps.hold_paused_rollout,
     steps.hold_pods_until_weights_are_cached,
     steps.start_pools_at_present_size,
-    # What is corrected.
+    # Sizes and pods to correct.
     steps.correct_pool_sizes,
     steps.replace_outdated_pods,
     steps.restore_fixed_sizes,
-    # What goes.
+    # Objects to remove.
     steps.remove_unused_objects,
     steps.retry_failed_downloads,
 )
@@ -54,7 +54,7 @@ STAGES: tuple[tuple[Stage, Callable[[RolloutState], bool]], ...] = (
     ("Complete", steps.nothing_is_left),
     ("Updating", steps.something_is_left),
 )
-"""After all steps: the first that holds is the stage, and the reason of `Progressing`."""
+"""The first stage whose test holds after all steps is the current one, and the reason of `Progressing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,17 @@ class Step:
     sizes: Mapping[str, int]
     remove: tuple[Child, ...]
     replace: Mapping[str, Replacement] = field(default_factory=dict)
-    """By StatefulSet of the revision, where pods are to be replaced."""
+    """Pods to replace, by StatefulSet of the revision."""
     waits_for: str = ""
-    """What keeps the rollout from continuing or from reaching its full size, with numbers."""
+    """The reason why the rollout cannot continue or reach its full size, with numbers."""
     restore: Mapping[ObjectKey, int] = field(default_factory=dict)
-    """Sizes of the gateway and of NATS, where another client changed them: no scaler owns them, and neither drains before it shrinks."""
+    """Sizes of the gateway and NATS to restore after another client changed them. No scaler owns them, and neither drains before shrinking."""
     blocked: bool = False
-    """The rollout cannot continue until what `waits_for` names has changed."""
+    """Whether the rollout cannot continue until the cause named in `waits_for` has changed."""
     effects: tuple[StepEffect, ...] = ()
-    """What the steps did, in the order in which they applied."""
+    """Effects of the steps, in the order in which they applied."""
     growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
-    """By name of the workload: the pools that it creates or makes larger."""
+    """Growth of the pools created or enlarged by the step, by workload name."""
 
 
 def next_step(
@@ -91,7 +91,7 @@ def next_step(
 ) -> Step:
     """The step from `observed` towards `planned`, the objects of `revision`.
 
-    `uid` is the deployment's own; `now`: Unix seconds.
+    `uid`: the deployment's UID; `now`: Unix seconds.
     """
     state = RolloutState(spec, revision, planned, observed, uid, now)
     effects: list[StepEffect] = []

@@ -1,4 +1,4 @@
-"""What a pipeline revision consists of: read once from its first Ready pod, kept in the status, passed to every later pod."""
+"""Pins the code and weights of pipeline revisions: read from the first Ready pod, kept in the status, passed to every later pod."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Pins:
             self._pinned[pinned.revision] = pinned
 
     def of(self, revision: str) -> PinnedRevision | None:
-        """What a revision consists of, if that is known."""
+        """The pin of a revision, or None if it has none yet."""
         return self._pinned.get(revision)
 
     @property
     def status(self) -> list[PinnedRevision]:
-        """All of them, as the status has them."""
+        """All pins, as in the status."""
         return [self._pinned[revision] for revision in sorted(self._pinned)]
 
     async def look(self, observed: Observed, revision: str) -> PinnedRevision | None:
-        """Read the pin from the oldest Ready pod of each unpinned revision; forget deleted revisions. Returns what is new."""
+        """Read the pin of an unpinned revision from its oldest Ready pod; forget deleted revisions. Returns a new pin, or None."""
         present = {child.revision for child in observed.children.values()} | {revision}
         self._pinned = {r: pin for r, pin in self._pinned.items() if r in present}
         if revision in self._pinned or len(self._pinned) >= MAX_PINNED:
@@ -79,7 +79,7 @@ class Pins:
         return None
 
     def moved(self, observed: Observed) -> list[Problem]:
-        """Pods whose image is another than their revision's: the tag has moved."""
+        """Report pods whose image differs from their revision's pin: the tag has moved."""
         problems = []
         for revision, pin in self._pinned.items():
             running = [p for p in observed.pods if p.revision == revision and p.component in _PINNED]
@@ -91,12 +91,12 @@ class Pins:
         return problems
 
 
-def _differ(one: str, other: str) -> bool:
-    """Whether two image ids name different images. One of a registry and one of an image loaded by hand cannot be compared."""
-    digests = [image.partition("@")[2] for image in (one, other)]
+def _differ(first: str, second: str) -> bool:
+    """Whether two image ids name different images. An id from a registry and one of an image loaded by hand cannot be compared."""
+    digests = [image.partition("@")[2] for image in (first, second)]
     if all(digests):
         return digests[0] != digests[1]
-    return not any(digests) and one != other
+    return not any(digests) and first != second
 
 
 def _workers(observed: Observed, revision: str) -> list[PodView]:

@@ -20,7 +20,7 @@ class Resizes:
         self._context = context
         self._growth = growth
         self._contests = Contests(context.pauses)
-        self._sized: dict[ObjectKey, tuple[str | None, int, float]] = {}
+        self._last_writes: dict[ObjectKey, tuple[str | None, int, float]] = {}
 
     async def resize(
         self,
@@ -30,30 +30,29 @@ class Resizes:
         replicas: int,
         field_manager: str = SCALER_FIELD_MANAGER,
     ) -> list[Problem]:
-        """Scale one workload, unless it was done and the watch does not show it yet, or another client keeps undoing it."""
+        """Scale one workload, unless the watch does not show an earlier resize yet, or another client keeps undoing it."""
         (kind, name), now = key, time.monotonic()
         workload = present.workload if present else None
         before, rival = (workload.replicas, workload.sized_by) if workload else (0, None)
         version = present.resource_version if present else None
-        written = self._sized.get(key)
+        written = self._last_writes.get(key)
         if written and written[:2] == (version, replicas) and now - written[2] < UNSEEN_SECONDS:
             return []  # the watch does not show it yet
         problems = []
-        if rival is not None:  # else the operator itself gave it its present size
-            who = self._contests.against(key, now)
+        if rival is not None:  # otherwise the operator itself set the present size
+            client = self._contests.against(key, now)
             component = (present and present.component) or kind
-            problems = [contested(component, f"the size of {kind} {name}", who)] if who else []
-            same = (
-                written is not None and written[1] == replicas
-            )  # a size that the user has just set does not wait
-            if same and self._contests.pause(key, now) > 0:
+            problems = [contested(component, f"the size of {kind} {name}", client)] if client else []
+            # A size that the user has just set does not wait.
+            is_repeat = written is not None and written[1] == replicas
+            if is_repeat and self._contests.pause(key, now) > 0:
                 return problems
         try:
             if written is not None and written[1] == replicas:
-                found = await self._context.cluster.get(kind, self._context.namespace, name)
-                if found is not None and found["spec"].get("replicas") == replicas:
-                    self._growth.confirmed(child_of(kind, found), present)
-                    self._sized[key] = (version, replicas, now)
+                stored = await self._context.cluster.get(kind, self._context.namespace, name)
+                if stored is not None and stored["spec"].get("replicas") == replicas:
+                    self._growth.confirmed(child_of(kind, stored), present)
+                    self._last_writes[key] = (version, replicas, now)
                     return []  # the watch lags
             with self._growth.writing(name, replicas):
                 await self._context.cluster.scale(
@@ -61,7 +60,7 @@ class Resizes:
                 )
         except RefusedError as error:
             return [self._context.refused(present, error)]
-        self._sized[key] = (version, replicas, now)
+        self._last_writes[key] = (version, replicas, now)
         if rival is not None:
             self._contests.repaired(key, now, rival)
         self._context.events.report(
@@ -74,5 +73,5 @@ class Resizes:
         return problems
 
     def forget(self, key: ObjectKey) -> None:
-        """The workload is being deleted."""
-        self._sized.pop(key, None)
+        """Forget a workload that is being deleted."""
+        self._last_writes.pop(key, None)

@@ -1,4 +1,4 @@
-"""Whether a rollout makes progress, and since when it has not. Pure: time is an argument."""
+"""Tracks whether a rollout makes progress, and since when it has not. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ProgressClock = Literal["Runs", "Stands", "Complete"]
 
 
 def progress_deadline_seconds(spec: MultimodalDeploymentSpec) -> float:
-    """How long a rollout may be without progress: the pod before may have to end, and a pod to wait for a node, and then to start."""
+    """The progress deadline of a rollout, in seconds. By default, long enough for a pod to end, and for its successor to get a node and start."""
     if spec.rollout.progress_deadline_seconds is not None:
         return spec.rollout.progress_deadline_seconds
     pools: list[Pool] = [getattr(spec, name) for name in pools_in(spec)]
@@ -27,7 +27,10 @@ def progress_deadline_seconds(spec: MultimodalDeploymentSpec) -> float:
 
 
 def clock_of(step: Step, observed: Observed, *, paused: bool, downloading: bool = False) -> ProgressClock:
-    """Whether the deadline counts: not while a download of weights advances, nor while a rollout waits for GPUs or for requests on old pods, nor while it is paused."""
+    """Whether the progress deadline runs.
+
+    It stands while a download of weights advances, while the rollout waits for GPUs or for requests on old pods, and while it is paused.
+    """
     if step.stage == "Complete":
         return "Complete"
     if paused or downloading or step.blocked or step.stage == "SwitchingGateway":
@@ -41,7 +44,10 @@ def clock_of(step: Step, observed: Observed, *, paused: bool, downloading: bool 
 
 
 def _pods_are_pending(step: Step, observed: Observed) -> bool:
-    """Whether pods of the revision or of the gateway are to be replaced or not Ready; an object that others keep changing is no pod."""
+    """Whether pods of the revision or the gateway are to be replaced or are not Ready.
+
+    An object that other clients keep changing does not count as a pod.
+    """
     workloads = (
         child.workload
         for child in observed.children.values()
@@ -51,18 +57,18 @@ def _pods_are_pending(step: Step, observed: Observed) -> bool:
 
 
 def new_pods(revision: str, observed: Observed) -> tuple[int, int]:
-    """Pods of a revision that have a node, and those that are Ready; only those made from present settings."""
+    """Numbers of a revision's pods with a node, and of its Ready pods. Only pods with the present settings count."""
     gateway = next((c.workload for c in observed.children.values() if c.kind == "Deployment"), None)
-    found = [
+    current_pods = [
         pod
         for pod in observed.pods_of("gateway")
         if pod.revision == revision and (gateway is None or pod.inputs == gateway.inputs)
     ]
     for child in observed.children.values():
         if child.is_sized and child.revision == revision and child.workload is not None:
-            found += [pod for pod in pods_of(child, observed) if pod.inputs == child.workload.inputs]
-    present = [pod for pod in found if not pod.deleting]
-    return sum(pod.scheduled for pod in present), sum(pod.ready for pod in present)
+            current_pods += [pod for pod in pods_of(child, observed) if pod.inputs == child.workload.inputs]
+    remaining = [pod for pod in current_pods if not pod.deleting]
+    return sum(pod.scheduled for pod in remaining), sum(pod.ready for pod in remaining)
 
 
 def advanced(
@@ -73,9 +79,9 @@ def advanced(
     pods: tuple[int, int],
     now: datetime,
 ) -> RolloutProgress:
-    """The record after a pass. `spec`: digest of the one that is rolled out; `revision`: its pipeline revision; `pods`: see `new_pods`.
+    """The record after a pass. `spec`: digest of the spec being rolled out; `revision`: its pipeline revision; `pods`: see `new_pods`.
 
-    Only more pods than ever are progress: one that becomes Ready and fails again and again makes none.
+    Only a new maximum of pods is progress: a pod that becomes Ready and fails again and again makes none.
     """
     if before is None or (before.spec, before.revision) != (spec, revision):
         before = RolloutProgress(spec=spec, revision=revision)
@@ -92,14 +98,14 @@ def advanced(
 
 
 def seconds_left(progress: RolloutProgress, deadline_seconds: float, now: datetime) -> float | None:
-    """Seconds until the last progress is longer ago than the deadline; None while the clock stands."""
+    """Seconds until the progress deadline, negative after it; None while the clock stands."""
     if progress.since is None:
         return None
     return deadline_seconds - (now - progress.since).total_seconds()
 
 
 def fallback_revision(step: Step, observed: Observed) -> str | None:
-    """The revision that still serves beside the one that is rolled out: its pools stand, and a gateway uses them."""
+    """The revision still serving beside the one being rolled out: its pools exist, and a gateway uses them."""
     if step.serving not in (None, step.revision):
         return step.serving
     older = {pod.revision for pod in observed.pods_of("gateway") if pod.ready and not pod.deleting}

@@ -1,6 +1,6 @@
-"""The steps of a rollout: each takes the state so far and returns it with its own part of what to do now, and the effect that people read.
+"""The steps of a rollout. Each takes the state so far and returns it with its own actions added, and with its effect for people to read.
 
-`rollout.STEPS` lists them in the order in which they apply, `rollout.STAGES` the stages. The first paragraph of a docstring is the step's
+`next_step.STEPS` lists them in the order in which they apply, `next_step.STAGES` the stages. The first paragraph of a docstring is the step's
 sentence in `mmd explain` and in docs/rollouts.md. Pure; time is part of the state.
 """
 
@@ -29,10 +29,10 @@ DOWNLOAD_RETRY_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """One pass: what is wanted, what exists, and what the steps so far want done.
+    """The state of one pass: the desired objects, the present ones, and the actions of the steps so far.
 
-    `revision`, whose objects are `planned`, is to serve; `serving` serves now. `uid` is the deployment's own. `free_gpus`: what the
-    GPU budget leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: which pools it does not leave enough, in words.
+    `revision` is to serve, and `planned` are its objects; `serving` serves now. `uid`: the deployment's UID. `free_gpus`: GPUs that the budget
+    leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: the pools without enough GPUs, in words.
     """
 
     spec: MultimodalDeploymentSpec
@@ -58,18 +58,18 @@ class RolloutState:
 
     @property
     def serving(self) -> str | None:
-        """The revision that serves: that of the gateway's pod template."""
+        """The serving revision, read from the gateway's pod template."""
         gateway = self.gateway
         return gateway.workload.template_revision if gateway and gateway.workload else None
 
     @property
     def in_use(self) -> set[str | None]:
-        """Revisions that serve, are to serve, or have gateway pods left."""
+        """The serving revision, the one to serve, and all with gateway pods left."""
         return {self.revision, self.serving} | {pod.revision for pod in self.observed.pods_of("gateway")}
 
     @property
     def ready(self) -> bool:
-        """Whether every workload of the plan but the gateway (pools, and the managed NATS server) has all its pods Ready, and none is outdated."""
+        """Whether all pods of the planned workloads except the gateway (pools, managed NATS server) are Ready, and none is outdated."""
         for manifest in self.planned:
             if manifest["kind"] in POOL_KINDS:
                 child = self.observed.sized(manifest["metadata"]["name"])
@@ -85,7 +85,7 @@ class RolloutState:
 
     @property
     def switched(self) -> bool:
-        """Whether all pods of the gateway are of the revision."""
+        """Whether all gateway pods belong to the revision."""
         gateway = self.gateway
         return bool(
             gateway
@@ -122,17 +122,19 @@ def apply_planned_objects(state: RolloutState) -> StepResult:
 def route_to_service_without_picker(state: RolloutState) -> StepResult:
     """The HTTPRoute leads to the Service while the deployment has no InferencePool of its own, or no Ready gateway pod has a picker.
 
-    A pool that is missing or refused would refuse every request, and another's would take them. Where no picker answers, Envoy fails
+    A missing or rejected InferencePool would fail every request, and another owner's would take them. Without a picker, Envoy fails
     requests with a body, whatever the pool's failure mode.
     """
     pools = [manifest_key(m) for m in state.planned if m["kind"] == "InferencePool"]
-    is_there = all((child := state.observed.children.get(key)) and state.owns(child) for key in pools)
-    answers = any(p.has_picker and p.ready and not p.deleting for p in state.observed.pods_of("gateway"))
-    if not pools or (is_there and answers):
+    pools_exist = all((child := state.observed.children.get(key)) and state.owns(child) for key in pools)
+    picker_is_ready = any(
+        p.has_picker and p.ready and not p.deleting for p in state.observed.pods_of("gateway")
+    )
+    if not pools or (pools_exist and picker_is_ready):
         return state, None
     apply = tuple(to_service(m) if m["kind"] == "HTTPRoute" else m for m in state.apply)
-    named = [m["metadata"]["name"] for m in apply if m["kind"] == "HTTPRoute"]
-    return replace(state, apply=apply), _effect(route_to_service_without_picker, named)
+    routes = [m["metadata"]["name"] for m in apply if m["kind"] == "HTTPRoute"]
+    return replace(state, apply=apply), _effect(route_to_service_without_picker, routes)
 
 
 def hold_gateway_until_pools_are_ready(state: RolloutState) -> StepResult:
@@ -147,18 +149,18 @@ def hold_new_pools_without_gpus(state: RolloutState) -> StepResult:
     """New pools are not created where the budget leaves too little for one pod of each."""
     if not state.share.blocked:
         return state, None
-    held = [m for m in state.apply if _is_new_pool(m, state)]
-    effect = _effect(hold_new_pools_without_gpus, [m["metadata"]["name"] for m in held])
-    return _without(state, held), effect
+    withheld = [m for m in state.apply if _is_new_pool(m, state)]
+    effect = _effect(hold_new_pools_without_gpus, [m["metadata"]["name"] for m in withheld])
+    return _without(state, withheld), effect
 
 
 def hold_paused_rollout(state: RolloutState) -> StepResult:
     """While `spec.rollout.paused` is true and another revision serves, the gateway is not switched and no new pool is created."""
     if not state.spec.rollout.paused or state.serving in (None, state.revision):
         return state, None
-    held = [m for m in state.apply if m["kind"] == "Deployment" or _is_new_pool(m, state)]
-    effect = _effect(hold_paused_rollout, [m["metadata"]["name"] for m in held])
-    return _without(state, held), effect
+    withheld = [m for m in state.apply if m["kind"] == "Deployment" or _is_new_pool(m, state)]
+    effect = _effect(hold_paused_rollout, [m["metadata"]["name"] for m in withheld])
+    return _without(state, withheld), effect
 
 
 def hold_pods_until_weights_are_cached(state: RolloutState) -> StepResult:
@@ -170,21 +172,21 @@ def hold_pods_until_weights_are_cached(state: RolloutState) -> StepResult:
     ]
     if not waits_for:
         return state, None
-    held = [
+    withheld = [
         m
         for m in state.apply
         if _is_new_pool(m, state) or (m["kind"] == "Deployment" and state.serving != state.revision)
     ]
-    names = [m["metadata"]["name"] for m in held]
+    names = [m["metadata"]["name"] for m in withheld]
     effect = _effect(hold_pods_until_weights_are_cached, [*waits_for, *names] if names else [])
-    return _without(state, held), effect
+    return _without(state, withheld), effect
 
 
 def start_pools_at_present_size(state: RolloutState) -> StepResult:
     """A pool that scales starts a new revision at the size it has now, within that share; a pool of groups starts with one group, and
     grows to it as groups get their nodes.
 
-    So the switch does not meet a small pool.
+    This way the switch does not meet a small pool.
     """
     apply = tuple(_at_starting_size(m, state) for m in state.apply)
     sized = [after for before, after in zip(state.apply, apply, strict=True) if after != before]
@@ -198,7 +200,7 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
     """Pools of both revisions get the size of the spec, or one within its bounds; they grow by what `gpuBudget` leaves, pools of groups
     by one group at a time, until that has nodes.
 
-    What is left counts the pools that this pass creates.
+    The remaining budget accounts for the pools that this pass creates.
     """
     sizes, short, unplaced, free = {}, [], [], _free_gpus(state)
     starting = {
@@ -223,8 +225,8 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
             size, free = grown(child, now, state.observed, free)
             if size < now:
                 short.append(f"{child.kind} {child.name} stays at {size} of {wanted} {child.workload.unit}")
-            given = size == present and pool.autoscaling is not None  # by the autoscaler
-            if size != shown and not given and not shown < size < present:
+            set_by_autoscaler = size == present and pool.autoscaling is not None
+            if size != shown and not set_by_autoscaler and not shown < size < present:
                 sizes[child.name] = size
     waits_for = (
         f"{', '.join(short)} until GPUs of spec.gpuBudget {state.spec.gpu_budget} are free" if short else ""
@@ -240,11 +242,11 @@ def replace_outdated_pods(state: RolloutState) -> StepResult:
     """Pods that were made from other settings are replaced, one at a time in each pool; the only pod of a pool is joined by its
     successor first, if `gpuBudget` leaves room and a node takes it.
 
-    Not while the rollout is paused.
+    No pod is replaced while the rollout is paused.
     """
     if state.spec.rollout.paused:
         return state, None
-    found, free = {}, state.free_gpus
+    replacements, free = {}, state.free_gpus
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
         if (
@@ -257,25 +259,31 @@ def replace_outdated_pods(state: RolloutState) -> StepResult:
         ):
             wanted = wanted_replicas(pool, child.workload.replicas - child.workload.surged)
             deadline = pool.scheduling_deadline_seconds
-            room = None if free is None else free + gpus_growing(state.observed, child.name)
-            one = replacement(child, wanted, state.observed, room, state.now, deadline)
-            if (size := _with_growth(child, state)) > child.workload.replicas and one.outdated:
-                one = Replacement(one.outdated, waiting=f"its growth to {size} pods has not been observed")
-            if one.outdated:
-                found[child.name] = one
-            if one.replicas is not None:
-                _, free = grown(child, one.replicas, state.observed, free)
-    sizes = {name: one.replicas for name, one in found.items() if one.replicas is not None}
-    effect = _effect(replace_outdated_pods, list(found))
-    return replace(state, replace=found, sizes={**state.sizes, **sizes}, free_gpus=free), effect
+            available_gpus = None if free is None else free + gpus_growing(state.observed, child.name)
+            pool_replacement = replacement(child, wanted, state.observed, available_gpus, state.now, deadline)
+            if (size := _with_growth(child, state)) > child.workload.replicas and pool_replacement.outdated:
+                pool_replacement = Replacement(
+                    pool_replacement.outdated, waiting=f"its growth to {size} pods has not been observed"
+                )
+            if pool_replacement.outdated:
+                replacements[child.name] = pool_replacement
+            if pool_replacement.replicas is not None:
+                _, free = grown(child, pool_replacement.replicas, state.observed, free)
+    sizes = {
+        name: pool_replacement.replicas
+        for name, pool_replacement in replacements.items()
+        if pool_replacement.replicas is not None
+    }
+    effect = _effect(replace_outdated_pods, list(replacements))
+    return replace(state, replace=replacements, sizes={**state.sizes, **sizes}, free_gpus=free), effect
 
 
 def restore_fixed_sizes(state: RolloutState) -> StepResult:
     """The gateway and NATS get their size back if another client changed it.
 
-    Even while the gateway is held: a rollout may take hours.
+    This applies even while the gateway is held: a rollout may take hours.
     """
-    found = {}
+    fixed_sizes = {}
     for manifest in state.planned:
         component = manifest["metadata"]["labels"].get(COMPONENT_LABEL)
         child = state.observed.children.get(manifest_key(manifest))
@@ -287,9 +295,9 @@ def restore_fixed_sizes(state: RolloutState) -> StepResult:
             and state.owns(child)
             and child.workload.replicas != manifest["spec"]["replicas"]
         ):
-            found[child.key] = manifest["spec"]["replicas"]
-    effect = _effect(restore_fixed_sizes, [_sized(name, size) for (_, name), size in found.items()])
-    return replace(state, restore=found), effect
+            fixed_sizes[child.key] = manifest["spec"]["replicas"]
+    effect = _effect(restore_fixed_sizes, [_sized(name, size) for (_, name), size in fixed_sizes.items()])
+    return replace(state, restore=fixed_sizes), effect
 
 
 def remove_unused_objects(state: RolloutState) -> StepResult:
@@ -351,8 +359,8 @@ def older_gateways_finish(state: RolloutState) -> bool:
 
 def nothing_is_left(state: RolloutState) -> bool:
     """All pods are Ready and of the revision, and no step wants anything done but to apply what is planned."""
-    left = state.remove or state.sizes or state.replace or state.restore or state.waits_for
-    return state.ready and state.switched and not left
+    pending = state.remove or state.sizes or state.replace or state.restore or state.waits_for
+    return state.ready and state.switched and not pending
 
 
 def something_is_left(state: RolloutState) -> bool:
@@ -361,7 +369,7 @@ def something_is_left(state: RolloutState) -> bool:
 
 
 def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
-    """By name of the workload: the pools that the steps create, and those that they make larger."""
+    """Growth of the pools created or enlarged by the steps, by workload name."""
     growth = _created(state)
     for name, replicas in state.sizes.items():
         child = state.observed.sized(name)
@@ -371,25 +379,25 @@ def growth_of(state: RolloutState) -> dict[str, PoolGrowth]:
 
 
 def _with_growth(child: Child, state: RolloutState) -> int:
-    """Replicas of a pool with its growth that the watch does not show yet."""
+    """Replicas of a pool, including growth not shown by the watch yet."""
     growth = state.observed.growth.get(child.name)
     shown = child.workload.replicas if child.workload else 0
     return max(shown, growth.replicas if growth else 0)
 
 
 def _free_gpus(state: RolloutState) -> int | None:
-    """What the GPU budget leaves beside all that exists or was decided, and the pools that are created now."""
+    """GPUs of the budget not taken by present pods, decided growth, or pools created now; None without a budget."""
     if state.spec.gpu_budget is None:
         return None
     created = sum(
-        max(0, one.replicas * one.gpus - gpus_growing(state.observed, name))
-        for name, one in _created(state).items()
+        max(0, growth.replicas * growth.gpus - gpus_growing(state.observed, name))
+        for name, growth in _created(state).items()
     )
     return state.spec.gpu_budget - gpus_held(state.observed) - created
 
 
 def _created(state: RolloutState) -> dict[str, PoolGrowth]:
-    """Pools that are created now, by name of the workload."""
+    """Growth of the pools created now, by workload name."""
     created = {}
     for manifest in state.apply:
         labels = manifest["metadata"]["labels"]
@@ -401,13 +409,13 @@ def _created(state: RolloutState) -> dict[str, PoolGrowth]:
     return created
 
 
-def _without(state: RolloutState, held: Sequence[Manifest]) -> RolloutState:
-    """Nothing of these is applied."""
-    return replace(state, apply=tuple(m for m in state.apply if m not in held))
+def _without(state: RolloutState, withheld: Sequence[Manifest]) -> RolloutState:
+    """The state without these manifests among those to apply."""
+    return replace(state, apply=tuple(m for m in state.apply if m not in withheld))
 
 
 def _effect(step: Callable[[RolloutState], StepResult], details: Sequence[str]) -> StepEffect | None:
-    """Of a step, in the words of its docstring; None where there is nothing to name."""
+    """The effect of a step, in the words of its docstring; None without details."""
     if not details:
         return None
     return StepEffect(step=step.__name__, message=f"{sentence_of(step)} ({', '.join(details)})"[:1024])
@@ -437,7 +445,7 @@ def _at_starting_size(manifest: Manifest, state: RolloutState) -> Manifest:
 
 
 def _starting_size(manifest: Manifest, state: RolloutState) -> int:
-    """Replicas that a pool has before its revision serves."""
+    """Replicas of a pool before its revision serves."""
     labels = manifest["metadata"]["labels"]
     component = labels.get(COMPONENT_LABEL)
     pool = pool_in(state.spec, component)
@@ -446,10 +454,10 @@ def _starting_size(manifest: Manifest, state: RolloutState) -> int:
         return planned
     if (shared := state.share.sizes.get(str(component))) is not None:
         return shared
-    old = state.observed.sized(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
-    if old is None or old.workload is None or pool.autoscaling is None:
+    serving_child = state.observed.sized(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
+    if serving_child is None or serving_child.workload is None or pool.autoscaling is None:
         return planned
-    return max(1, wanted_replicas(pool, old.workload.replicas))
+    return max(1, wanted_replicas(pool, serving_child.workload.replicas))
 
 
 def _has_groups(manifest: Manifest) -> bool:

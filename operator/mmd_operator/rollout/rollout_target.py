@@ -1,6 +1,6 @@
-"""What a deployment's passes work towards: its spec, or an earlier one while a rollout has failed or is paused.
+"""The target of a deployment's passes: its spec, or an earlier one while a rollout has failed or is paused.
 
-The spec itself is never written. What is remembered is in the status, so that another process goes on from there.
+The spec itself is never written. State is kept in the status, so that another process continues from there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a generation of the spec leads to. `digest`: of the spec in effect."""
+    """The target for one generation of the spec. `digest`: digest of the spec in effect."""
 
     generation: object
     digest: str
@@ -47,8 +47,10 @@ class _Target:
 
 
 class RolloutTarget:
-    """The target of one deployment (one UID). `overdue_seconds`: the deadline that the rollout has missed, if it has; `not_rolled_back`: why
-    it has not been rolled back although the spec wants that.
+    """The target of one deployment (one UID).
+
+    `overdue_seconds`: the deadline that the rollout has missed, or None; `not_rolled_back`: why it has not been rolled back although the spec
+    asks for that.
     """
 
     def __init__(self, context: PassContext, uid: str) -> None:
@@ -60,10 +62,10 @@ class RolloutTarget:
         self._target: _Target | None = None
         self._digest: tuple[MultimodalDeploymentSpec, str] | None = None
         self.not_rolled_back = ""
-        self._no_return: object = None  # progress, serving revision and entries from which nothing leads back
+        self._no_return: object = None  # progress, serving revision and entries without a way back
 
     def remember(self, status: Mapping[str, Any]) -> None:
-        """Restore what the status has after a start."""
+        """Restore the progress and the rollback from the status after a start."""
         try:
             if (progress := status.get("rolloutProgress")) is not None:
                 self.progress = RolloutProgress.model_validate(progress)
@@ -73,9 +75,9 @@ class RolloutTarget:
             logger.warning("the status of a rollout is invalid and is ignored: %s", error)
 
     def of(self, body: Body, own: Reading) -> Reading:
-        """The spec in effect, if it has been found for this generation; else the deployment's own."""
-        found = self._target
-        return found.reading if found and found.generation == body["metadata"].get("generation") else own
+        """The spec in effect if `find` has determined it for this generation; otherwise `own`, the deployment's own."""
+        target = self._target
+        return target.reading if target and target.generation == body["metadata"].get("generation") else own
 
     @property
     def digest(self) -> str | None:
@@ -83,30 +85,40 @@ class RolloutTarget:
         return self._target.digest if self._target else None
 
     async def find(self, body: Body, spec: MultimodalDeploymentSpec, own: Reading) -> Reading:
-        """The spec in effect now. `spec`: the deployment's own, as `own` has it. Where a recorded one is missing or invalid, its faults:
-        the deployment's own is not rolled out in its place.
+        """The spec in effect now. `spec`: the deployment's own, as in `own`.
+
+        If a recorded spec should be in effect but is missing or invalid, the result has its faults: the deployment's own spec is not rolled
+        out in its place.
 
         Raises:
             RefusedError, BusyError: a recorded spec cannot be read.
         """
         generation, digest = body["metadata"].get("generation"), self._digest_of(spec)
-        if (before := self.rolled_back) is not None and before.generation != generation:
-            self.progress = RolloutProgress(spec=before.spec, revision=before.to_revision, complete=True)
+        if (rollback := self.rolled_back) is not None and rollback.generation != generation:
+            self.progress = RolloutProgress(spec=rollback.spec, revision=rollback.to_revision, complete=True)
             self.rolled_back = None
-        wanted = digest
+        target_digest = digest
         if self.rolled_back is not None:
-            wanted = self.rolled_back.spec
+            target_digest = self.rolled_back.spec
         elif spec.rollout.paused and self.progress is not None:
-            wanted = self.progress.spec
+            target_digest = self.progress.spec
         target = self._target
-        found = target is not None and target.reading.deployment is not None
-        if target is None or not found or (target.generation, target.digest) != (generation, wanted):
-            reading = own if wanted == digest else self._in_place(await self._recorded(body, wanted), wanted)
-            self._target = target = _Target(generation, wanted, reading)
+        is_valid = target is not None and target.reading.deployment is not None
+        if (
+            target is None
+            or not is_valid
+            or (target.generation, target.digest) != (generation, target_digest)
+        ):
+            reading = (
+                own
+                if target_digest == digest
+                else self._in_place(await self._recorded(body, target_digest), target_digest)
+            )
+            self._target = target = _Target(generation, target_digest, reading)
         return target.reading
 
     def _in_place(self, recorded: Reading | None, digest: str) -> Reading:
-        """A recorded spec that should be in effect, or what is wrong with it and what to do."""
+        """The recorded spec to put in effect, or its faults and their remedy."""
         if recorded is not None and recorded.deployment is not None:
             return recorded
         paused = self.rolled_back is None
@@ -119,17 +131,19 @@ class RolloutTarget:
         remedy = f"nothing is changed or scaled until then; {resume if paused else again}"
         if recorded is None:
             return Reading(None, (Fault(field, f"{what} missing"),), (), remedy)
-        faults = tuple(Fault(f.field, f"{f.message} ({what} invalid with it)") for f in recorded.faults)
+        faults = tuple(
+            Fault(fault.field, f"{fault.message} ({what} invalid with it)") for fault in recorded.faults
+        )
         return Reading(None, faults, recorded.unknown, remedy)
 
     def _digest_of(self, spec: MultimodalDeploymentSpec) -> str:
-        """Computed once for each reading."""
+        """The digest of a spec, computed once per reading."""
         if self._digest is None or self._digest[0] is not spec:
             self._digest = spec, spec_digest(spec)
         return self._digest[1]
 
     async def _recorded(self, body: Body, digest: str) -> Reading | None:
-        """A recorded spec with the present sizes; None if it is missing."""
+        """A recorded spec with the present sizes, or None if it is missing."""
         spec = await self.history.spec_of(digest)
         return read({**body, "spec": restored(body.get("spec", {}), spec)}) if spec is not None else None
 
@@ -144,8 +158,10 @@ class RolloutTarget:
         *,
         downloading: bool,
     ) -> float:
-        """Take the progress of a pass into account, and decide whether the rollout has failed. `spec`: the one in effect; `downloading`: its
-        weights are not there yet, and may still come. Returns the seconds after which the deadline is over if nothing happens until then.
+        """Take the progress of a pass into account, and decide whether the rollout has failed.
+
+        `spec`: the spec in effect; `downloading`: its weights are not there yet, and may still come. Returns the seconds until the deadline is
+        over if nothing happens before.
 
         Raises:
             RefusedError, BusyError: a recorded spec cannot be read.
@@ -153,7 +169,7 @@ class RolloutTarget:
         self.overdue_seconds, self.not_rolled_back = None, ""
         if self.rolled_back is not None or self._target is None:
             return math.inf
-        if spec.paused:  # nothing is applied: what looks complete is the spec before
+        if spec.paused:  # nothing is applied: what looks complete is the previous spec
             if self.progress is not None:
                 self.progress = self.progress.model_copy(update={"since": None})
             return math.inf
@@ -161,9 +177,10 @@ class RolloutTarget:
         pods = new_pods(step.revision, observed)
         self.progress = advanced(self.progress, self._target.digest, step.revision, clock, pods, now)
         deadline = progress_deadline_seconds(spec)
-        left = seconds_left(self.progress, deadline, now)
-        if left is None or left >= 0:
-            return math.inf if left is None else left + 1  # times in the status are whole seconds
+        remaining_seconds = seconds_left(self.progress, deadline, now)
+        if remaining_seconds is None or remaining_seconds >= 0:
+            # Times in the status are whole seconds, so the deadline may pass up to a second later.
+            return math.inf if remaining_seconds is None else remaining_seconds + 1
         self.overdue_seconds = deadline
         if spec.rollout.on_failure == "RollBack":
             self.not_rolled_back = await self._roll_back(body, step, observed, problems, now)
@@ -172,39 +189,39 @@ class RolloutTarget:
     async def _roll_back(
         self, body: Body, step: Step, observed: Observed, problems: Iterable[Problem], now: datetime
     ) -> str:
-        """Returns why that is impossible now; empty once it is done. The next pass tries again."""
+        """Roll back to a recorded spec. Returns why that is impossible now, or an empty string. The next pass tries again."""
         serving, digest = fallback_revision(step, observed), self.digest
         if serving is None:
             return "no gateway pod of another revision is Ready"
         if not self.history.listed or digest is None:
             return "the recorded specs have not been read yet"
-        key, words = (
+        key, why = (
             (self.progress, serving, self.history.entries),
             f"no recorded spec makes revision {serving}",
         )
         if key == self._no_return:
-            return words
-        good = last_good(self.history.entries, serving, digest)
-        found = await self._recorded(body, good.digest) if good is not None else None
+            return why
+        fallback = last_good(self.history.entries, serving, digest)
+        reading = await self._recorded(body, fallback.digest) if fallback is not None else None
         if (
-            good is None
-            or found is None
-            or found.deployment is None
-            or pipeline_revision(found.deployment.spec) != serving
+            fallback is None
+            or reading is None
+            or reading.deployment is None
+            or pipeline_revision(reading.deployment.spec) != serving
         ):
             self._no_return = self.progress, serving, self.history.entries
             logger.warning(
                 "%s/%s: rollout of revision %s has failed, and %s",
-                *(self._context.namespace, self._context.name, step.revision, words),
+                *(self._context.namespace, self._context.name, step.revision, why),
             )
-            return words
-        message = _failed(step.revision, self.overdue_seconds or 0.0, serving, good, problems)
+            return why
+        message = _failed(step.revision, self.overdue_seconds or 0.0, serving, fallback, problems)
         self.rolled_back = RolledBack(
             generation=body["metadata"].get("generation", 0),
             from_revision=step.revision,
             to_revision=serving,
-            spec=good.digest,
-            history_revision=good.number,
+            spec=fallback.digest,
+            history_revision=fallback.number,
             time=now,
             reason="ProgressDeadlineExceeded",
             message=message[:1024],
@@ -225,11 +242,13 @@ class RolloutTarget:
 
 
 def _failed(
-    revision: str, seconds: float, serving: str, good: RecordedSpec, problems: Iterable[Problem]
+    revision: str, seconds: float, serving: str, fallback: RecordedSpec, problems: Iterable[Problem]
 ) -> str:
-    stopping = [p for p in problems if p.stops_pods and p.revision in (None, revision)]
+    stopping = [
+        problem for problem in problems if problem.stops_pods and problem.revision in (None, revision)
+    ]
     why = format_problems(stopping[:2])
     return (
         f"revision {revision} made no progress for {seconds:.0f} s{f' ({why})' if why else ''} and was removed; revision {serving} serves "
-        f"with spec {good.number} of `mmd rollout history`; change the spec to try again"
+        f"with spec {fallback.number} of `mmd rollout history`; change the spec to try again"
     )

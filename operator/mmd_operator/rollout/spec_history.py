@@ -1,6 +1,7 @@
-"""Records each spec of a deployment as a ControllerRevision, for `mmd rollout undo` and for rollouts that fail.
+"""Records each spec of a deployment as a ControllerRevision, for `mmd rollout undo` and for failed rollouts.
 
-They are listed when the spec or the serving revision changes, not watched. What cannot be recorded is a problem, and holds nothing up.
+ControllerRevisions are listed when the spec or the serving revision changes, not watched. A spec that cannot be recorded is a problem, and
+holds nothing up.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RecordedSpec:
 
     @classmethod
     def of(cls, body: Body) -> RecordedSpec:
-        """The projection of one."""
+        """The projection of a ControllerRevision."""
         metadata = body["metadata"]
         labels = metadata["labels"]
         completed = COMPLETED_ANNOTATION in metadata.get("annotations", {})
@@ -46,15 +47,19 @@ class RecordedSpec:
 
 
 def last_good(entries: Iterable[RecordedSpec], revision: str, failed: str) -> RecordedSpec | None:
-    """The newest complete spec of a pipeline revision; without a complete one, the newest. `failed`: digest of the spec that is not meant."""
-    found = [entry for entry in entries if entry.revision == revision and entry.digest != failed]
-    return max(found, key=lambda entry: (entry.completed, entry.number), default=None)
+    """The newest complete spec of a pipeline revision; without a complete one, the newest. `failed`: digest of a spec to leave out."""
+    candidates = [entry for entry in entries if entry.revision == revision and entry.digest != failed]
+    return max(candidates, key=lambda entry: (entry.completed, entry.number), default=None)
 
 
 def unneeded(entries: Iterable[RecordedSpec], limit: int, needed: Iterable[str]) -> list[RecordedSpec]:
-    """Entries beyond the `limit` newest, those with a digest in `needed` aside."""
-    kept = set(needed)
-    others = sorted((e for e in entries if e.digest not in kept), key=lambda e: e.number, reverse=True)
+    """Entries beyond the `limit` newest, not counting those with a digest in `needed`."""
+    needed_digests = set(needed)
+    others = sorted(
+        (entry for entry in entries if entry.digest not in needed_digests),
+        key=lambda entry: entry.number,
+        reverse=True,
+    )
     return others[limit:]
 
 
@@ -64,9 +69,9 @@ class SpecHistory:
     def __init__(self, context: PassContext, uid: str) -> None:
         self._context, self._uid = context, uid
         self.entries: tuple[RecordedSpec, ...] = ()
-        self.listed = False  # once at least
-        self._kept: object = None
-        self._problems: list[Problem] = []  # why the last attempt failed
+        self.listed = False  # whether the entries have been listed at least once
+        self._last_recorded: object = None
+        self._problems: list[Problem] = []  # problems of the last attempt
         self._due = 0.0  # monotonic seconds
 
     async def keep(
@@ -78,12 +83,12 @@ class SpecHistory:
         serving: str | None,
         in_effect: str | None,
     ) -> list[Problem]:
-        """Record a spec as the newest, and remove those beyond the limit that neither serve nor are in effect.
+        """Record a spec as the newest, and remove specs beyond the limit that neither serve nor are in effect.
 
-        `revision`: its pipeline revision; `serving`: the one that serves; `in_effect`: digest of the spec in effect.
+        `revision`: its pipeline revision; `serving`: the serving pipeline revision; `in_effect`: digest of the spec in effect.
         """
         key = digest, revision, limit, serving, in_effect, self._is_complete(digest)
-        if self._kept == key:
+        if self._last_recorded == key:
             return []
         if time.monotonic() < self._due:
             return self._problems
@@ -92,11 +97,11 @@ class SpecHistory:
         except (BusyError, RefusedError) as error:
             self._failed(error)
         else:
-            self._kept, self._problems = key, []
+            self._last_recorded, self._problems = key, []
         return self._problems
 
     async def complete(self, digest: str) -> None:
-        """All pods of a recorded spec are Ready."""
+        """Mark a recorded spec complete: all its pods are Ready."""
         entry = self.entry(digest)
         if entry is None or entry.completed or time.monotonic() < self._due:
             return
@@ -117,13 +122,16 @@ class SpecHistory:
         return next((entry for entry in self.entries if entry.digest == digest), None)
 
     async def spec_of(self, digest: str) -> Mapping[str, Any] | None:
-        """A recorded spec, as the API server held it; None if there is none.
+        """A recorded spec as the API server returned it, or None if there is none.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: the API server refused the request, or could not answer now.
         """
-        found = await self._list()
-        return next((b["data"]["spec"] for b in found if b["metadata"]["labels"][SPEC_LABEL] == digest), None)
+        bodies = await self._list()
+        return next(
+            (body["data"]["spec"] for body in bodies if body["metadata"]["labels"][SPEC_LABEL] == digest),
+            None,
+        )
 
     def _failed(self, error: BusyError | RefusedError) -> None:
         refused = isinstance(error, RefusedError)
@@ -157,25 +165,25 @@ class SpecHistory:
             change = {"revision": number, "metadata": {"labels": {REVISION_LABEL: revision}}}
             await cluster.patch_recorded(namespace, present.name, change)
             self._replace(replace(present, number=number, revision=revision))
-        good = last_good(self.entries, serving, digest) if serving else None
+        fallback = last_good(self.entries, serving, digest) if serving else None
         others = [entry for entry in self.entries if entry.completed and entry.digest != digest]
-        complete = max(others, key=lambda entry: entry.number, default=None)
-        if self._is_complete(digest):  # until then, old gateways may still serve the one before
-            complete = None
-        needed = (digest, in_effect, *(entry.digest for entry in (good, complete) if entry))
+        last_complete = max(others, key=lambda entry: entry.number, default=None)
+        if self._is_complete(digest):  # until then, old gateways may still serve the previous spec
+            last_complete = None
+        needed = (digest, in_effect, *(entry.digest for entry in (fallback, last_complete) if entry))
         for entry in unneeded(self.entries, limit, filter(None, needed)):
             await cluster.delete_recorded(namespace, entry.name)
-            self.entries = tuple(e for e in self.entries if e.name != entry.name)
+            self.entries = tuple(other for other in self.entries if other.name != entry.name)
 
     async def _list(self) -> list[Manifest]:
         selector = f"{DEPLOYMENT_LABEL}={self._context.name},{SPEC_LABEL}"
-        found = await self._context.cluster.recorded(self._context.namespace, selector)
-        ours = [body for body in found if controlling_owner(body["metadata"]) == self._uid]
-        self.entries, self.listed = tuple(RecordedSpec.of(body) for body in ours), True
-        return ours
+        bodies = await self._context.cluster.recorded(self._context.namespace, selector)
+        owned = [body for body in bodies if controlling_owner(body["metadata"]) == self._uid]
+        self.entries, self.listed = tuple(RecordedSpec.of(body) for body in owned), True
+        return owned
 
     def _replace(self, entry: RecordedSpec) -> None:
-        self.entries = (*(e for e in self.entries if e.name != entry.name), entry)
+        self.entries = (*(other for other in self.entries if other.name != entry.name), entry)
 
     def _manifest(self, spec: Mapping[str, Any], digest: str, revision: str, number: int) -> Manifest:
         name = self._context.name

@@ -1,1 +1,1 @@
-"""The autoscaler's tick on a cluster: collects reports, has `autoscaling` decide, acts, keeps a record. Knows no rollout's steps."""
+"""The autoscaler's tick on a cluster: collects reports, lets `autoscaling` decide, acts, keeps a record. Independent of rollout steps."""

@@ -1,4 +1,4 @@
-"""Collects the reports of a deployment's pods for the autoscaler, and what is wrong with those that did not arrive."""
+"""Collects the reports of a deployment's pods for the autoscaler, and the faults of missing ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LoadReports:
         self._report_fetcher, self._metrics = report_fetcher, metrics
 
     async def collect(self, scaler: Scaler, observed: Observed, revision: str, now: float) -> dict[str, str]:
-        """Collect the report of every pod that can answer. Returns what was wrong with them, by pod."""
+        """Collect the report of every pod that can answer. Returns the faults of reports, by pod."""
         faults: dict[str, str] = {}
 
         async def worker(pod: PodView) -> None:
@@ -34,7 +34,7 @@ class LoadReports:
             )
             scaler.record_gateway_report(pod.name, now, gateway_report(body, pod.name, revision))
 
-        async def one(pod: PodView) -> None:
+        async def collect_one(pod: PodView) -> None:
             try:
                 await (gateway(pod) if pod.component == "gateway" else worker(pod))
                 self._metrics.load_reports.labels("answered").inc()
@@ -48,5 +48,5 @@ class LoadReports:
 
         pods = [p for name in scaler.policy.pools for p in observed.pods_of(name) if p.revision == revision]
         pods += ready_gateways(observed, revision)
-        await asyncio.gather(*(one(pod) for pod in pods if pod.address))
+        await asyncio.gather(*(collect_one(pod) for pod in pods if pod.address))
         return faults

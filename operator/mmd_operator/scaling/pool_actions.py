@@ -1,5 +1,6 @@
-"""Carries out the actions of the autoscaler: drains, resizes and renews pods. `autoscaling` decides which, `scaling_limits` what of them may
-be done now.
+"""Carries out the actions of the autoscaler: drains, resizes and renews pods.
+
+`autoscaling` decides the actions, and `scaling_limits` which of them may be done now.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from mmd_operator.sizes.pending_growth import PendingGrowth
 class PoolActions:
     """Acts on the pools of one deployment.
 
-    By pool, `_draining`: since when, by uid of the pod; `_overdue`: pods with an Event about it; `_changes`: the decision that began the
-    present change of size; `_kept`: UID and size of a workload whose surge became part of its size, and when that was written.
+    By pool, `_draining`: when each pod was asked to drain, by UID; `_overdue`: pods with an Event about their missed deadline; `_changes`: the
+    decision that began the present change of size; `_kept_surges`: UID and size of a workload whose surge became part of its size, and when
+    that was written.
     """
 
     def __init__(
@@ -39,14 +41,14 @@ class PoolActions:
         self._cluster, self._metrics, self._namespace = cluster, metrics, namespace
         self._growth, self._counts = growth, counts
         self._drain_requests = Contests(pauses)
-        self._asked_at: dict[str, float] = {}  # Unix seconds at which a pod was asked to drain, by uid
+        self._asked_at: dict[str, float] = {}  # Unix seconds of the last request to drain, by UID of the pod
         self._draining: dict[PoolName, dict[str, float]] = {name: {} for name in POOL_NAMES}
         self._overdue: dict[PoolName, set[str]] = {name: set() for name in POOL_NAMES}
         self._changes: dict[PoolName, Decision] = {}
-        self._kept: dict[PoolName, tuple[str, int, float]] = {}
+        self._kept_surges: dict[PoolName, tuple[str, int, float]] = {}
 
     def watch_drains(self, observed: Observed, now: float) -> None:
-        """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
+        """Count the drains of removed pods as ended, and note new drain requests. `now`: Unix seconds."""
         present = {pod.uid for pod in observed.pods}
         self._asked_at = {uid: at for uid, at in self._asked_at.items() if uid in present}
         for name, draining in self._draining.items():
@@ -68,7 +70,7 @@ class PoolActions:
         decision: Decision,
         events: Events,
     ) -> None:
-        """Bring one pool towards a decision. `pods`: those of `child`; `events` gets what to report.
+        """Bring one pool towards a decision. `pods`: the pods of `child`; `events` receives the Events to report.
 
         Raises:
             BusyError, RefusedError: an action could not be carried out; the others wait for the next tick.
@@ -78,8 +80,8 @@ class PoolActions:
         leaders = {pod.name for pod in pods if pod.group is not None}
         if decision.replicas != decision.current:
             self._changes[pool] = decision
-        begun = self._changes.get(pool)
-        why = begun if begun is not None and begun.replicas == decision.replicas else decision
+        change = self._changes.get(pool)
+        why = change if change is not None and change.replicas == decision.replicas else decision
         if actions.replicas is not None and not self._growth.forbids(child.name, actions.replicas):
             with self._growth.writing(child.name, actions.replicas):
                 await self._cluster.scale(child.kind, self._namespace, child.name, actions.replicas)
@@ -89,7 +91,7 @@ class PoolActions:
         elif actions.keep_surge:
             await self._keep_surge(child, facts.replicas, why, decision.at, events)
         if not facts.surge:
-            self._kept.pop(pool, None)
+            self._kept_surges.pop(pool, None)
         for name in actions.drain:
             if decision.at - self._asked_at.get(uids[name], 0.0) < UNSEEN_SECONDS:
                 continue  # the watch may not show the annotation yet
@@ -125,13 +127,13 @@ class PoolActions:
     async def _keep_surge(
         self, child: Child, replicas: int, why: Decision, now: float, events: Events
     ) -> None:
-        """Once, and again while the watch goes on to show a surge; reported once."""
-        uid, size, at = self._kept.get(why.pool, ("", 0, 0.0))
-        known = (uid, size) == (child.uid, replicas)
-        if known and now - at < UNSEEN_SECONDS:
+        """Make a surge part of the size: once, and again while the watch still shows a surge. It is reported once."""
+        uid, size, written_at = self._kept_surges.get(why.pool, ("", 0, 0.0))
+        was_reported = (uid, size) == (child.uid, replicas)
+        if was_reported and now - written_at < UNSEEN_SECONDS:
             return
         await self._cluster.release_replicas(child.kind, self._namespace, child.name, replicas)
-        self._kept[why.pool] = child.uid, replicas, now
-        if not known:
+        self._kept_surges[why.pool] = child.uid, replicas, now
+        if not was_reported:
             words = f"keeps all {replicas} pods after the replacement"
             events.append(("Scaled", f"{child.kind} {child.name} {words}; {why}"))

@@ -1,7 +1,7 @@
 """The tick of one deployment's autoscaler on a cluster: collects reports, decides, acts, and keeps a record.
 
-The decisions are those of `autoscaling`; what a tick brings to them is in `scaling_facts` and `load_reports`, what it does with them in
-`scaling_limits` and `scaling_actions`, what it remembers and reports in `scaling_record`.
+`autoscaling` decides. A tick takes its input from `scaling_facts` and `load_reports`, acts with `scaling_limits` and `pool_actions`, and
+remembers and reports with `scaling_record`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mmd_operator.status.facts import Scaling
 
 @dataclass(frozen=True, slots=True)
 class ScalingView:
-    """What a tick decides from, of one moment: the spec, the revision that serves, and what is observed."""
+    """The input of a tick at one moment: the spec, the serving revision, and the observed state."""
 
     spec: MultimodalDeploymentSpec
     revision: str
@@ -70,16 +70,16 @@ class PoolScaling:
 
     @property
     def decisions(self) -> dict[PoolName, Decision]:
-        """Of the last tick, of the pools that are scaled."""
+        """Decisions of the last tick, for scaled pools."""
         return self._record.decisions
 
     @property
     def bounds(self) -> dict[PoolName, tuple[int, int]]:
-        """The least and most replicas of each pool."""
+        """The minimum and maximum replicas of each pool."""
         return self._record.bounds
 
     def suspend(self) -> None:
-        """Nothing is scaled now: there are no decisions."""
+        """Drop the decisions: nothing is scaled now."""
         self._record.suspend()
 
     def remember(self, status: Body) -> None:
@@ -87,7 +87,7 @@ class PoolScaling:
         self._record.remember(status)
 
     def needed(self, view: ScalingView) -> bool:
-        """Whether there is anything to decide or to drain, or a surge that leaves or becomes part of the size."""
+        """True if a pool is autoscaled, over its minimum, draining, or has surge pods to resolve."""
         for name in POOL_NAMES:
             pool: Pool | None = getattr(view.spec, name)
             child = pool_workload(view.observed, name, view.revision)
@@ -98,83 +98,85 @@ class PoolScaling:
             if (
                 child.workload.surged
                 or child.workload.replicas > pool.min_replicas
-                or any(p.drain_requested_at for p in view.observed.pods_of(name))
+                or any(pod.drain_requested_at for pod in view.observed.pods_of(name))
             ):
                 return True
         return False
 
     def watch_drains(self, observed: Observed, now: float) -> None:
-        """Pods that were requested to drain and have been removed have ended their drain. `now`: Unix seconds."""
+        """Count the drains of removed pods as ended, and note new drain requests. `now`: Unix seconds."""
         self._actions.watch_drains(observed, now)
 
     async def tick(self, now: float, look: Callable[[], ScalingView | None]) -> tuple[Events, bool]:
-        """Collect reports, decide, act. Returns what to report as Events, and whether `report` changed.
+        """Collect reports, decide, act. Returns the Events to report, and whether `report` changed.
 
-        `look`: what is there now; None while nothing may be scaled. Nothing is awaited from the view that it decides from, which is of
-        after the collection, to the record of what it decided.
+        `look` returns the present view, or None while nothing may be scaled. No `await` between reading the view (taken after collection) and
+        recording the decision.
 
         Raises:
             BusyError, RefusedError: an action could not be carried out; the next tick tries again.
         """
-        if (before_reports := look()) is None:
+        if (first_view := look()) is None:
             return [], False
-        revision = before_reports.revision
-        scaler = self._scaler_for(before_reports.spec)
-        faults = await self._reports.collect(scaler, before_reports.observed, revision, now)
+        revision = first_view.revision
+        scaler = self._scaler_for(first_view.spec)
+        faults = await self._reports.collect(scaler, first_view.observed, revision, now)
         view = look()
         if view is None or view.revision != revision:
-            return [], False  # the reports are of another revision, or nothing may be scaled any more
+            return [], False  # the reports belong to another revision, or nothing may be scaled any more
         spec, observed = view.spec, view.observed
         scaler = self._scaler_for(spec)
-        sets = {
+        workloads = {
             name: child
             for name in scaler.policy.pools
             if (child := pool_workload(observed, name, revision)) and child.workload
         }
-        if sets.keys() != scaler.policy.pools.keys():
+        if workloads.keys() != scaler.policy.pools.keys():
             return [], False  # a pool does not exist yet
         scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
-        pods = {name: pods_in(child, name, observed) for name, child in sets.items()}
+        pods = {name: pods_in(child, name, observed) for name, child in workloads.items()}
         facts = {
             name: pool_facts(child, pods[name], getattr(spec, name), observed.requested_for(child))
-            for name, child in sets.items()
+            for name, child in workloads.items()
         }
-        gateways = frozenset(p.name for p in ready_gateways(observed, revision))
-        decided = scaler.tick(now, facts, gateways)
-        before = self.report
+        gateways = frozenset(gateway.name for gateway in ready_gateways(observed, revision))
+        outcome = scaler.tick(now, facts, gateways)
+        previous_report = self.report
         events: Events = []
-        self._record.update(decided, faults, spec, events)
-        free = None if spec.gpu_budget is None else spec.gpu_budget - gpus_held(observed)
+        self._record.update(outcome, faults, spec, events)
+        free_gpus = None if spec.gpu_budget is None else spec.gpu_budget - gpus_held(observed)
         actions: dict[PoolName, ScaleActions] = {}
-        for name, decision in decided.decisions.items():
-            wanted = scaler.actions(now, decision, facts[name])
+        for name, decision in outcome.decisions.items():
+            proposed = scaler.actions(now, decision, facts[name])
             deadline = getattr(spec, name).scheduling_deadline_seconds
-            allowed = without_loss(wanted, sets[name], observed, pods[name], now, deadline)
-            actions[name], free = growth_within(free, allowed, sets[name], observed)
-        with self._growth.deciding(_growth(actions, sets)):
-            for name, decision in decided.decisions.items():
+            allowed = without_loss(proposed, workloads[name], observed, pods[name], now, deadline)
+            actions[name], free_gpus = growth_within(free_gpus, allowed, workloads[name], observed)
+        with self._growth.deciding(_growth(actions, workloads)):
+            for name, decision in outcome.decisions.items():
                 await self._actions.carry_out(
-                    actions[name], sets[name], facts[name], pods[name], decision, events
+                    actions[name], workloads[name], facts[name], pods[name], decision, events
                 )
-        return events, self.report != before
+        return events, self.report != previous_report
 
     def _scaler_for(self, spec: MultimodalDeploymentSpec) -> Scaler:
         if self._scaler is None or self._spec is not spec:
             policy = DeploymentPolicy.of(spec)
             if self._scaler is None:
-                known = {name: kept.rates for name, kept in self._record.throughputs().items()}
-                self._scaler = Scaler(policy, known)
+                known_rates = {
+                    name: throughput.rates for name, throughput in self._record.throughputs().items()
+                }
+                self._scaler = Scaler(policy, known_rates)
             self._scaler.policy, self._spec = policy, spec
             self._record.begin(policy, spec)
         return self._scaler
 
 
 def _growth(
-    actions: Mapping[PoolName, ScaleActions], sets: Mapping[PoolName, Child]
+    actions: Mapping[PoolName, ScaleActions], workloads: Mapping[PoolName, Child]
 ) -> dict[str, PoolGrowth]:
-    """By name of the workload: the pools that become larger."""
+    """Growth of the enlarged pools, by workload name."""
     return {
         child.name: growth
-        for name, child in sets.items()
+        for name, child in workloads.items()
         if (size := actions[name].replicas) is not None and (growth := PoolGrowth.to(size, child)) is not None
     }

@@ -1,4 +1,4 @@
-"""What a tick of the autoscaler knows of a deployment's pools and pods from its cluster. Pure."""
+"""The autoscaler's facts about a deployment's pools and pods, from the observed cluster. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmd_operator.sizes.groups import as_one
 
 
 def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | None:
-    """What makes the pods of a pool in one revision."""
+    """The workload of a pool in one revision."""
     return next(
         (
             child
@@ -25,17 +25,21 @@ def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | 
 
 
 def pods_in(child: Child, pool: PoolName, observed: Observed) -> list[PodView]:
-    """Replicas of a pool's workload; of groups, the leaders, with what their followers lack."""
+    """The pods of a pool's workload, one per replica. For groups: the leaders, with what their followers lack."""
     return [
-        as_one(p, observed)
-        for p in observed.pods_of(pool)
-        if p.revision == child.revision and p.name.startswith(f"{child.name}-")
+        as_one(pod, observed)
+        for pod in observed.pods_of(pool)
+        if pod.revision == child.revision and pod.name.startswith(f"{child.name}-")
     ]
 
 
 def ready_gateways(observed: Observed, revision: str) -> list[PodView]:
-    """Gateways of one revision that serve."""
-    return [p for p in observed.pods_of("gateway") if p.revision == revision and p.ready and not p.deleting]
+    """The Ready gateway pods of one revision, except those being deleted."""
+    return [
+        pod
+        for pod in observed.pods_of("gateway")
+        if pod.revision == revision and pod.ready and not pod.deleting
+    ]
 
 
 def pool_facts(child: Child, pods: list[PodView], pool: Pool, asking: Child | None = None) -> PoolFacts:

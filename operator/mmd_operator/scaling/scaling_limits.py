@@ -1,4 +1,4 @@
-"""What of the autoscaler's actions may be done now: no growth without free GPUs, and no loss of pods that others wait for. Pure."""
+"""Limits what the autoscaler may do now: no growth without free GPUs, and no loss of pods that others wait for. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from mmd_operator.sizes.replacement import outdated_pods
 def growth_within(
     free: int | None, actions: ScaleActions, child: Child, observed: Observed
 ) -> tuple[ScaleActions, int | None]:
-    """A pool grows by what is free now, and later by what pods that leave others give back; of groups, by one group at a time.
-    Returns what remains free."""
+    """Limit growth to the GPUs that are free now. Returns the limited actions, and the GPUs that remain free.
+
+    A pool grows further when pods that leave other pools give GPUs back. A pool of groups grows by one group at a time.
+    """
     if child.workload is None or actions.replicas is None:
         return actions, free
     replicas, free = grown(child, next_size(child, actions.replicas, observed), observed, free)
@@ -31,18 +33,20 @@ def without_loss(
     now: float,
     scheduling_deadline_seconds: float,
 ) -> ScaleActions:
-    """No Ready pod leaves while pods of its pool are being replaced, and no surge. The last Ready pod never leaves before those that stay,
-    unless all of them have waited for a GPU beyond their deadline: it may be the one that the leaving pod holds. `now`: Unix seconds.
+    """Keep Ready pods and surges while pods of their pool are being replaced. `now`: Unix seconds.
+
+    The last Ready pod never leaves before a staying pod is Ready, unless all staying pods have waited for a GPU beyond their deadline: the
+    leaving pod may hold the GPU that they need.
     """
     size = child.workload.replicas if child.workload else 0
     target = size if actions.replicas is None else actions.replicas
-    beyond = [pod for pod in pods if pod_facts(pod).ordinal >= target]
+    excess_pods = [pod for pod in pods if pod_facts(pod).ordinal >= target]
     if outdated_pods(child, observed):
         surged = child.workload is not None and child.workload.surged
-        if target > size or not (surged or any(pod.ready for pod in beyond)):
+        if target > size or not (surged or any(pod.ready for pod in excess_pods)):
             return replace(actions, drain=())
         return replace(actions, drain=(), replicas=None, overdue=())
-    leaving = {pod.name for pod in beyond} | set(actions.drain)
+    leaving = {pod.name for pod in excess_pods} | set(actions.drain)
     staying = [pod for pod in pods if pod.name not in leaving]
     leaves_none = any(p.ready for p in pods if p.name in leaving) and not any(
         p.ready and not p.deleting for p in staying

@@ -1,4 +1,4 @@
-"""What is remembered of the autoscaler's decisions from tick to tick, and what of them the status, Events and metrics report."""
+"""Remembers the autoscaler's decisions from tick to tick, and reports them to status, Events and metrics."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from mmd_operator.status.facts import Scaling
 logger = logging.getLogger(__name__)
 
 THROUGHPUT_STEP = 0.1
-"""A measured throughput is written again once it has changed by this share."""
+"""A measured throughput is written again once it has changed by this fraction."""
 STEADY_TICKS = 3
-"""Decisions that change no size, missing reports and the bottleneck change in the status once they have been the same for this many ticks."""
+"""The status shows a new bottleneck, missing reports, or a decision without a size change only after this many identical ticks."""
 _AGE = re.compile(r" for -?[0-9.]+ s$")
 """The age at the end of a missing report's description; it changes with every tick."""
 Shape = tuple[object, ...]
-"""What of a decision is worth a write of the status: its sizes, reason, metric and rules, not its numbers."""
+"""The parts of a decision worth a write of the status: its sizes, reason, metric and rules, not its numbers."""
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 
 class Debounced(Generic[T]):
-    """A value that is published once it has been the same for some ticks."""
+    """A value, published once it has been the same for `STEADY_TICKS` ticks."""
 
     def __init__(self, published: T) -> None:
         self._published, self._last, self._ticks = published, published, 0
 
     def update(self, value: T) -> T:
-        """The published value, after a tick with this one."""
+        """Take the value of a tick. Returns the published value."""
         self._ticks = self._ticks + 1 if self._ticks and value == self._last else 1
         self._last = value
         if self._ticks >= STEADY_TICKS:
@@ -51,10 +51,10 @@ class Debounced(Generic[T]):
 
 @dataclass(slots=True)
 class PoolRecord:
-    """What is kept of one pool from tick to tick. `decision`: of the last tick, if the pool is scaled; `bounds`: its replicas.
+    """The record of one pool. `decision`: the last tick's, if the pool is scaled; `bounds`: its minimum and maximum replicas.
 
-    `announced`: the sizes and the limit of the last Event about them; `counted`: the size whose change has been counted; `steady`: the
-    shape of the decisions of the last ticks; `last_decision`, `last_change` and `throughput`: as in the status.
+    `announced`: the sizes and the limit in the last Event about them; `counted`: the size whose change has been counted; `steady`: the
+    shape of the last ticks' decisions; `last_decision`, `last_change` and `throughput`: as in the status.
     """
 
     bounds: tuple[int, int] | None = None
@@ -79,21 +79,21 @@ class ScalingRecord:
 
     @property
     def decisions(self) -> dict[PoolName, Decision]:
-        """Of the last tick, of the pools that are scaled."""
+        """Decisions of the last tick, for scaled pools."""
         return {name: r.decision for name, r in self._pools.items() if r.decision is not None}
 
     @property
     def bounds(self) -> dict[PoolName, tuple[int, int]]:
-        """The least and most replicas of each pool."""
+        """The minimum and maximum replicas of each pool."""
         return {name: r.bounds for name, r in self._pools.items() if r.bounds is not None}
 
     def suspend(self) -> None:
-        """Nothing is scaled now: there are no decisions."""
+        """Drop the decisions: nothing is scaled now."""
         for record in self._pools.values():
             record.decision = None
 
     def begin(self, policy: DeploymentPolicy, spec: MultimodalDeploymentSpec) -> None:
-        """The bounds of a new spec; and its counters, which exist before they count something."""
+        """Set the bounds of a new spec, and create its counters before they count anything."""
         for name, rules in policy.pools.items():
             self._pools[name].bounds = (rules.min_replicas, rules.max_replicas)
             for outcome in DRAIN_OUTCOMES:
@@ -105,10 +105,10 @@ class ScalingRecord:
     def remember(self, status: Body) -> None:
         """Restore the last decisions and throughputs from the status after a start."""
         for name, record in self._pools.items():
-            kept = status.get("pools", {}).get(name, {})
-            record.last_decision = _restored(ScalingDecision, kept, "lastDecision")
-            record.last_change = _restored(ScalingDecision, kept, "lastChange")
-            record.throughput = _restored(PoolThroughput, kept, "throughput")
+            pool_status = status.get("pools", {}).get(name, {})
+            record.last_decision = _restored(ScalingDecision, pool_status, "lastDecision")
+            record.last_change = _restored(ScalingDecision, pool_status, "lastChange")
+            record.throughput = _restored(PoolThroughput, pool_status, "throughput")
         self.report = replace(
             self.report,
             decisions=self._last_decisions(),
@@ -123,7 +123,7 @@ class ScalingRecord:
         return {name: r.last_change for name, r in self._pools.items() if r.last_change is not None}
 
     def throughputs(self) -> dict[PoolName, PoolThroughput]:
-        """What one replica of each pool does in a second, as measured."""
+        """The measured throughput per second of one replica, by pool."""
         return {name: r.throughput for name, r in self._pools.items() if r.throughput is not None}
 
     def update(
@@ -133,7 +133,7 @@ class ScalingRecord:
         spec: MultimodalDeploymentSpec,
         events: Events,
     ) -> None:
-        """Bring the records and `report` up to date; `events` gets what changed for good. `faults`: of reports, by pod."""
+        """Bring the records and `report` up to date; `events` receives lasting changes. `faults`: faults of reports, by pod."""
         scaled = {n: d for n, d in decided.decisions.items() if getattr(spec, n).autoscaling is not None}
         for name, record in self._pools.items():
             record.decision = scaled.get(name)
@@ -159,19 +159,19 @@ class ScalingRecord:
         )
 
     def _announce(self, record: PoolRecord, decision: Decision, events: Events) -> None:
-        """An Event for a change that is not carried out, and for a limit that waiting does not lift; each once."""
+        """Report an Event for a change that is not carried out, and for a limit that waiting does not lift; each once."""
         changes = decision.replicas != decision.current
-        news = (decision.current, decision.replicas, decision.hard_limit)
-        if (changes or decision.hard_limit) and record.announced != news:
+        announcement = (decision.current, decision.replicas, decision.hard_limit)
+        if (changes or decision.hard_limit) and record.announced != announcement:
             if changes:
                 record.last_change = decision.status()
             if not decision.act or not changes:
                 events.append(("ScalingLimited" if decision.act else "WouldScale", str(decision)))
         if changes or decision.hard_limit or not decision.missing:
-            record.announced = news
+            record.announced = announcement
 
     def _keep(self, record: PoolRecord, decision: Decision) -> None:
-        """Keep the decision for the status if it is another than the one there: a change at once, anything else once it is steady."""
+        """Keep the decision for the status if it differs from the last one: a size change at once, anything else once it is steady."""
         status = decision.status()
         shape = _shape(status)
         steady = record.steady.update(shape) == shape
@@ -190,9 +190,9 @@ class ScalingRecord:
             self._counts.decisions[decision.pool, direction, decision.reason] += 1
 
 
-def _restored(model: type[M], kept: Body, key: str) -> M | None:
-    """What a pool's status has under a key; None if an operator of another release wrote what this one cannot read."""
-    if (value := kept.get(key)) is None:
+def _restored(model: type[M], pool_status: Body, key: str) -> M | None:
+    """A value of a pool's status; None if it is missing, or if another release wrote it and this one cannot read it."""
+    if (value := pool_status.get(key)) is None:
         return None
     try:
         return model.model_validate(value)
@@ -201,14 +201,14 @@ def _restored(model: type[M], kept: Body, key: str) -> M | None:
         return None
 
 
-def _refreshed(kept: PoolThroughput | None, decision: Decision | None) -> PoolThroughput | None:
-    """With what was measured since, where it differs enough to be worth a write. A pool that is gone has none."""
+def _refreshed(reported: PoolThroughput | None, decision: Decision | None) -> PoolThroughput | None:
+    """The throughput to report: the new measurement if it differs enough to be worth a write. A pool that is gone has none."""
     if decision is None:
         return None
-    now = PoolThroughput.of(decision.history.throughput, datetime.fromtimestamp(decision.at, UTC))
-    if kept is not None and not _differ(kept.rates, now.rates):
-        return kept
-    return now if now.rates else None
+    measured = PoolThroughput.of(decision.history.throughput, datetime.fromtimestamp(decision.at, UTC))
+    if reported is not None and not _differ(reported.rates, measured.rates):
+        return reported
+    return measured if measured.rates else None
 
 
 def _differ(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
@@ -224,12 +224,12 @@ def _shape(decision: ScalingDecision) -> Shape:
 
 
 def _size_words(decision: Decision) -> str:
-    """`encoder at 4 (2 unschedulable)`."""
+    """A pool's size in words: `encoder at 4 (2 unschedulable)`."""
     faulty = [(decision.unplaced, "unschedulable"), (decision.stuck, "not starting")]
     words = ", ".join(f"{count} {what}" for count, what in faulty if count)
     return f"{decision.pool} at {decision.replicas}" + (f" ({words})" if words else "")
 
 
 def _explained(words: str, faults: Mapping[str, str]) -> str:
-    """What is missing, with the fault of its pod's report if there was one."""
+    """The words about a missing report, with the fault of that pod's report if there was one."""
     return next((f"{words} ({fault})" for pod, fault in faults.items() if words.endswith(pod)), words)

@@ -1,1 +1,1 @@
-"""How many replicas there may be: GPU budgets, shares of revisions, growth under way, groups, replacements. Mostly pure; writes nothing."""
+"""Limits on replicas: GPU budgets, shares of revisions, pending growth, groups, replacements. Mostly pure; writes nothing."""

@@ -1,4 +1,4 @@
-"""What a deployment holds of its GPU budget, and what a pool may take of the rest. Pure."""
+"""GPU budgets: the GPUs held by a deployment, and those still available to a pool. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from mmd_operator.sizes.replacement import members_of, pods_of
 
 
 def gpus_held(observed: Observed, revision: str | None = None) -> int:
-    """GPUs of one revision or (None) of all: those of pods, which hold them until they have ended, those of pods that are
-    about to be created, and those of growth that the watch does not show yet."""
-    held = sum(pod.gpus for pod in observed.pods if revision in (None, pod.revision))
+    """GPUs held by one revision, or by all revisions (None).
+
+    Counted are pods, which hold their GPUs until they have ended, pods about to be created, and growth that the watch does not show yet.
+    """
+    total = sum(pod.gpus for pod in observed.pods if revision in (None, pod.revision))
     for child in observed.children.values():
         if child.is_sized and child.workload is not None and revision in (None, child.revision):
             size = child.workload.group_size
             missing = child.workload.replicas * size - len(members_of(child, observed))
-            held += max(0, missing) * child.workload.gpus // size
-    return held + sum(
+            total += max(0, missing) * child.workload.gpus // size
+    return total + sum(
         gpus_growing(observed, name)
         for name, growth in observed.growth.items()
         if revision in (None, growth.revision)
@@ -25,37 +27,40 @@ def gpus_held(observed: Observed, revision: str | None = None) -> int:
 
 
 def gpus_growing(observed: Observed, name: str) -> int:
-    """GPUs of a pool's growth that was decided, beyond what the watch shows of it."""
+    """GPUs of a pool's decided growth, beyond the part shown by the watch."""
     growth = observed.growth.get(name)
     if growth is None:
         return 0
     child = observed.sized(name)
-    shown = 0
+    shown_replicas = 0
     if child is not None and child.workload is not None:
-        shown = max(child.workload.replicas, len(pods_of(child, observed)))
-    return max(0, growth.replicas - shown) * growth.gpus
+        shown_replicas = max(child.workload.replicas, len(pods_of(child, observed)))
+    return max(0, growth.replicas - shown_replicas) * growth.gpus
 
 
 def grown(child: Child, wanted: int, observed: Observed, free: int | None) -> tuple[int, int | None]:
-    """The size up to `wanted` that the free GPUs (None: no budget) allow a pool now, and what it leaves of them.
+    """The size up to `wanted` allowed by the free GPUs (None: no budget), and the GPUs left over.
 
-    What the pool was given before is its own. A pool that shrinks gives nothing back here: its pods hold theirs until they have ended.
+    Growth that the pool was given before is its own. A pool that shrinks gives nothing back here: its pods hold their GPUs until they have
+    ended.
     """
     if free is None or child.workload is None:
         return wanted, free
-    present, gpus, own = child.workload.replicas, child.workload.gpus, gpus_growing(observed, child.name)
-    size = affordable(present, wanted, gpus, free + own)
-    return size, free - max(0, (size - present) * gpus - own)
+    present, gpus, pending = child.workload.replicas, child.workload.gpus, gpus_growing(observed, child.name)
+    size = affordable(present, wanted, gpus, free + pending)
+    return size, free - max(0, (size - present) * gpus - pending)
 
 
 def serving_budget(spec: MultimodalDeploymentSpec, observed: Observed, revision: str) -> int | None:
-    """GPUs for the sizes of the revision that serves: those that others and pods that are ending hold are not there for growth, and
-    nothing shrinks for them."""
+    """GPUs for the sizes of the serving revision.
+
+    GPUs held by other revisions and by ending pods are not available for growth, but nothing shrinks because of them.
+    """
     if spec.gpu_budget is None:
         return None
-    own = sum(
+    serving_gpus = sum(
         child.workload.replicas * child.workload.gpus + gpus_growing(observed, child.name)
         for child in observed.children.values()
         if child.is_sized and child.revision == revision and child.workload is not None
     )
-    return max(spec.gpu_budget - (gpus_held(observed) - own), min(own, spec.gpu_budget))
+    return max(spec.gpu_budget - (gpus_held(observed) - serving_gpus), min(serving_gpus, spec.gpu_budget))

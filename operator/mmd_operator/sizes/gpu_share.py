@@ -1,4 +1,4 @@
-"""What the GPU budget leaves a new revision next to the one that serves. Pure."""
+"""The share of the GPU budget for a new revision next to the serving one. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmd_operator.sizes.pool_sizes import pools_in, wanted_replicas
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """Sizes of the new revision's pools where the budget cuts them. `blocked`: it leaves too little for one pod of each."""
+    """Sizes of the new revision's pools where the budget cuts them. `blocked`: the budget leaves too little for one pod of each."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     words: str = ""
@@ -24,26 +24,30 @@ class GpuShare:
 def gpu_share(
     spec: MultimodalDeploymentSpec, revision: str, serving: str | None, observed: Observed
 ) -> GpuShare:
-    """At least one pod for each pool, else the rollout waits; then one more for the pool that is furthest from its size."""
+    """Give one pod to each pool, or let the rollout wait; then add pods one by one to the pool furthest from its size."""
     budget = spec.gpu_budget
     if budget is None or serving is None or serving == revision:
         return GpuShare()
     held = gpus_held(observed) - gpus_held(observed, revision)
-    wanted: dict[str, int] = {}
+    full_sizes: dict[str, int] = {}
     gpus: dict[str, int] = {}
     for name in pools_in(spec):
         pool: Pool = getattr(spec, name)
-        old = next(
+        serving_size = next(
             (
-                c.workload.replicas
-                for c in observed.children.values()
-                if c.is_sized and c.component == name and c.revision == serving and c.workload
+                child.workload.replicas
+                for child in observed.children.values()
+                if child.is_sized and child.component == name and child.revision == serving and child.workload
             ),
             1,
         )
-        wanted[name] = max(1, wanted_replicas(pool, old)) if pool.autoscaling else wanted_replicas(pool, old)
+        full_sizes[name] = (
+            max(1, wanted_replicas(pool, serving_size))
+            if pool.autoscaling
+            else wanted_replicas(pool, serving_size)
+        )
         gpus[name] = spec.replica_gpus(name)
-    needed = sum(gpus[name] for name, size in wanted.items() if size)
+    needed = sum(gpus[name] for name, size in full_sizes.items() if size)
     holder = f"revision {serving} holds {held} of the {budget} GPUs of spec.gpuBudget"
     if needed > budget - held:
         return GpuShare(
@@ -51,19 +55,19 @@ def gpu_share(
             f"{held + needed} or reduce a pool",
             blocked=True,
         )
-    sizes = {name: min(1, size) for name, size in wanted.items()}
-    room = budget - held - needed
+    sizes = {name: min(1, size) for name, size in full_sizes.items()}
+    free_gpus = budget - held - needed
     while True:
-        short = [n for n, size in sizes.items() if size < wanted[n] and gpus[n] <= room]
-        if not short:
+        growable = [n for n, size in sizes.items() if size < full_sizes[n] and gpus[n] <= free_gpus]
+        if not growable:
             break
-        chosen = min(short, key=lambda n: sizes[n] / wanted[n])
+        chosen = min(growable, key=lambda n: sizes[n] / full_sizes[n])
         sizes[chosen] += 1
-        room -= gpus[chosen]
-    cut = {n: size for n, size in sizes.items() if size < wanted[n]}
-    if not cut:
+        free_gpus -= gpus[chosen]
+    reduced = {n: size for n, size in sizes.items() if size < full_sizes[n]}
+    if not reduced:
         return GpuShare()
-    parts = ", ".join(f"{size} of {wanted[n]} {n} pods" for n, size in cut.items())
+    parts = ", ".join(f"{size} of {full_sizes[n]} {n} pods" for n, size in reduced.items())
     return GpuShare(
-        cut, f"starting with {parts} because {holder}; the rest start when that revision is removed"
+        reduced, f"starting with {parts} because {holder}; the rest start when that revision is removed"
     )

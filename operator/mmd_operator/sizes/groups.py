@@ -1,4 +1,4 @@
-"""Replicas of several pods seen as one: their leader, with what its followers lack. Pure."""
+"""Presents a replica of several pods as one pod: its leader, with what its followers lack. Pure."""
 
 from __future__ import annotations
 
@@ -11,33 +11,40 @@ from mmd_operator.sizes.replacement import group_names
 
 
 def as_one(pod: PodView, observed: Observed) -> PodView:
-    """A replica by its leader. While it is not Ready it waits for what the pod of it lacks that has waited for a node for longest, and
-    fails where any of its pods does."""
+    """A replica, represented by its leader.
+
+    While the leader is not Ready, it has the scheduling state of the pod that has waited longest for a node, and it fails if any pod of the
+    replica fails.
+    """
     followers = _followers(pod, observed)
     if pod.ready or not followers:
         return pod
-    waiting = [one for one in (pod, *followers) if one.unschedulable_since is not None]
-    longest = min(waiting, key=lambda one: one.unschedulable_since or 0.0, default=pod)
+    waiting = [member for member in (pod, *followers) if member.unschedulable_since is not None]
+    longest = min(waiting, key=lambda member: member.unschedulable_since or 0.0, default=pod)
     return replace(
         pod,
         unschedulable=longest.unschedulable,
         unschedulable_since=longest.unschedulable_since,
-        starting_since=max(one.starting_since for one in (pod, *followers)),
-        failing=any(one.failing for one in (pod, *followers)),
+        starting_since=max(member.starting_since for member in (pod, *followers)),
+        failing=any(member.failing for member in (pod, *followers)),
     )
 
 
 def with_its_start(pod: PodView, observed: Observed) -> PodView:
-    """A pod, and a leader as one that starts with the last of its followers: not before that has a node."""
-    begun = [
-        math.inf if one.unschedulable is not None else one.starting_since for one in _followers(pod, observed)
+    """A pod; a leader starts with the last of its followers, and not before that follower has a node."""
+    follower_starts = [
+        math.inf if follower.unschedulable is not None else follower.starting_since
+        for follower in _followers(pod, observed)
     ]
-    return replace(pod, starting_since=max(pod.starting_since, *begun)) if begun else pod
+    return replace(pod, starting_since=max(pod.starting_since, *follower_starts)) if follower_starts else pod
 
 
 def next_size(child: Child, wanted: int, observed: Observed) -> int:
-    """The size up to `wanted` that a pool may have now: of groups, one more than those whose pods all have nodes. Nothing gives a group
-    its nodes at once, so several that wait for some could keep what the others need for ever."""
+    """The size up to `wanted` allowed for a pool now.
+
+    A pool of groups may have one group more than those whose pods all have nodes. Nothing gives a group all its nodes at once, so several
+    waiting groups could each keep what the others need for ever.
+    """
     workload = child.workload
     if workload is None or workload.group_size == 1 or wanted <= workload.replicas:
         return wanted
@@ -49,7 +56,11 @@ def next_size(child: Child, wanted: int, observed: Observed) -> int:
 
 
 def _followers(pod: PodView, observed: Observed) -> list[PodView]:
-    """Of a leader; none of any other pod."""
+    """The followers of a leader; none for any other pod."""
     if pod.group != pod.name:
         return []
-    return [one for one in observed.pods if one.group == pod.name and not one.leads and not one.deleting]
+    return [
+        member
+        for member in observed.pods
+        if member.group == pod.name and not member.leads and not member.deleting
+    ]

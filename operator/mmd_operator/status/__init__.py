@@ -1,1 +1,1 @@
-"""What is reported about a deployment: conditions, status, and the problems that show nowhere else. Changes no object of it."""
+"""Reports on a deployment: conditions, status, and problems visible nowhere else. It changes no object of the deployment."""

@@ -1,6 +1,6 @@
-"""The conditions of a deployment, from what a pass found out. Pure: the same facts give the same words, and time is an argument.
+"""The conditions of a deployment, from the facts of a pass. Pure: the same facts give the same words, and time is an argument.
 
-Each condition has a list of rules in the order of evaluation, at the end of this file; the first that gives a state decides.
+Each condition has a list of rules in the order of evaluation, at the end of this file; the first rule to return a state decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PoolRule = Callable[[Facts, PoolName], ConditionState | None]
 
 
 def current_conditions(facts: Facts) -> tuple[ConditionState, ...]:
-    """Every condition of a deployment that is not being deleted."""
+    """All conditions of a deployment, unless it is being deleted."""
     return (
         *(_first(rules, facts) for rules in (READY, PROGRESSING, DEGRADED)),
         *(state for rule in STALLED if (state := rule(facts)) is not None),
@@ -60,7 +60,7 @@ def _first_of_pool(rules: Sequence[PoolRule], facts: Facts, pool: PoolName) -> C
 
 
 def removing(stage: str, message: str) -> tuple[ConditionState, ...]:
-    """Conditions of a deployment that is being deleted."""
+    """The conditions of a deployment during its deletion."""
     return (
         ConditionState("Ready", "False", "Deleting", "the deployment is being deleted"),
         ConditionState("Progressing", "True", stage, message),
@@ -70,27 +70,27 @@ def removing(stage: str, message: str) -> tuple[ConditionState, ...]:
 def dated(
     found: Iterable[ConditionState], previous: Sequence[Mapping[str, Any]], generation: int, now: datetime
 ) -> list[Condition]:
-    """Conditions with the time of their last change of status, taken from `previous` where it did not change."""
-    before = {c.get("type"): c for c in previous}
+    """Conditions with their last transition times, taken from `previous` where the status did not change."""
+    before = {condition.get("type"): condition for condition in previous}
     return [
         Condition(
-            type=v.type,
-            status=v.status,
+            type=state.type,
+            status=state.status,
             observed_generation=generation,
             last_transition_time=(
-                before[v.type]["lastTransitionTime"]
-                if v.type in before and before[v.type].get("status") == v.status
+                before[state.type]["lastTransitionTime"]
+                if state.type in before and before[state.type].get("status") == state.status
                 else now
             ),
-            reason=v.reason,
-            message=v.message[:1024],
+            reason=state.reason,
+            message=state.message[:1024],
         )
-        for v in found
+        for state in found
     ]
 
 
 def _counts(facts: Facts, revision: str | None) -> str:
-    """`encoder 1/2, prefill 1/1, decode 4/4` of one revision."""
+    """Ready and desired replicas of one revision: `encoder 1/2, prefill 1/1, decode 4/4`."""
     parts = []
     for pool in facts.pools:
         workload = facts.workloads(pool).get(revision)
@@ -120,7 +120,7 @@ def not_serving(facts: Facts) -> ConditionState | None:
 
 
 def _missing(facts: Facts) -> list[str]:
-    """Components that have no Ready pod where a request needs one."""
+    """The components without the Ready pods needed by a request, in words."""
     gateway = facts.gateway
     missing = []
     if gateway is None or gateway.ready == 0:
@@ -257,7 +257,7 @@ def in_progress(facts: Facts) -> ConditionState | None:
 
 
 def _problems_in_the_way(facts: Facts) -> list[Problem]:
-    """Problems that stop pods of the revision that is to serve, or what all revisions share."""
+    """Problems stopping pods of the target revision, or of components shared by all revisions."""
     step = facts.step
     return [
         p for p in facts.problems if step is not None and p.stops_pods and p.revision in (None, step.revision)
@@ -462,14 +462,14 @@ def route_accepted(facts: Facts) -> ConditionState | None:
 
 
 _VERDICTS = ("Accepted", "ResolvedRefs")
-"""Conditions that the Gateway API requires of controllers, for every parent of a route."""
+"""Conditions required of controllers by the Gateway API, for every parent of a route."""
 
 
 def _reports(parent: ParentRef, facts: Facts) -> list[ParentReport]:
-    """What controllers report of the route for one parent."""
-    wanted = (parent.namespace or facts.namespace, parent.name, parent.section_name)
+    """The reports of controllers on the route for one parent."""
+    parent_key = (parent.namespace or facts.namespace, parent.name, parent.section_name)
     reports = facts.route.parents if facts.route else ()
-    return [r for r in reports if (r.namespace, r.name, r.section) == wanted]
+    return [report for report in reports if (report.namespace, report.name, report.section) == parent_key]
 
 
 def _named(parent: ParentRef, facts: Facts) -> str:
@@ -591,4 +591,4 @@ AUTHENTICATION_REQUIRED: tuple[ConditionRule, ...] = (
     gateways_without_keys,
     authentication_required,
 )
-"""One list for each condition: the first rule that gives a state decides."""
+"""One list for each condition: the first rule to return a state decides."""

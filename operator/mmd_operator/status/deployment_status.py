@@ -1,4 +1,4 @@
-"""The status of a deployment, from what a pass found out and its conditions. Pure."""
+"""The status of a deployment, from the facts of a pass and its conditions. Pure."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def status_of(facts: Facts, conditions: list[Condition], generation: int) -> Mul
 
 
 def pools_of(status: MultimodalDeploymentStatus) -> dict[PoolName, PoolStatus]:
-    """The pools that a status reports."""
-    found = {name: getattr(status.pools, name) for name in POOL_NAMES}
-    return {name: pool for name, pool in found.items() if pool is not None}
+    """The pools in a status, by name."""
+    pools = {name: getattr(status.pools, name) for name in POOL_NAMES}
+    return {name: pool for name, pool in pools.items() if pool is not None}
 
 
 def _bottleneck(facts: Facts) -> Literal["Encoder", "Prefill", "Decode", "None"] | None:
@@ -48,14 +48,14 @@ def _bottleneck(facts: Facts) -> Literal["Encoder", "Prefill", "Decode", "None"]
 
 
 def _pool_status(facts: Facts, pool: PoolName, revision: str | None) -> PoolStatus:
-    sets = facts.workloads(pool)
+    workloads = facts.workloads(pool)
     return PoolStatus(
-        desired=sum(w.replicas for w in sets.values()),
-        ready=sum(w.ready for w in sets.values()),
+        desired=sum(workload.replicas for workload in workloads.values()),
+        ready=sum(workload.ready for workload in workloads.values()),
         draining=sum(
             1 for pod in facts.observed.pods_of(pool) if pod.deleting or pod.drain_requested_at is not None
         ),
-        revision=revision if revision in sets else None,
+        revision=revision if revision in workloads else None,
         last_decision=facts.scaling.decisions.get(pool),
         last_change=facts.scaling.changes.get(pool),
         throughput=facts.scaling.throughput.get(pool),

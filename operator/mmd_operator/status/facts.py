@@ -1,4 +1,4 @@
-"""What a pass found out about a deployment: what its conditions and its status are made from. Pure."""
+"""The facts of a pass about a deployment, used for its conditions and its status. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from mmd_operator.rollout.next_step import Step
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The autoscaler's part of the status. `decisions`: that hold now; `changes`: the last of size; `missing`: reports without which nothing is lowered; `limited`: pools at a hard limit."""
+    """The autoscaler's part of the status.
+
+    `decisions`: current decision per pool. `changes`: last size change per pool. `missing`: reports that block scale-down. `limited`: pools at a
+    hard limit.
+    """
 
     decisions: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
     changes: Mapping[PoolName, ScalingDecision] = field(default_factory=dict)
@@ -38,7 +42,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a pass found out. `problems` are gathered, the worst first; `step` is None where no plan could be made."""
+    """The facts of one pass. `problems` are gathered, the worst first; `step` is None if there is no plan."""
 
     name: str
     namespace: str
@@ -50,27 +54,27 @@ class Facts:
     tls: bool = False
     """Whether the gateway speaks TLS."""
     route_parents: tuple[ParentRef, ...] = ()
-    """Gateways that the HTTPRoute of the spec attaches to."""
+    """Gateways to which the spec's HTTPRoute attaches."""
     auth: AuthSpec | None = None
-    """What the spec says that clients need; None: nothing."""
+    """The client authentication required by the spec, or None."""
     exposed_by: tuple[str, ...] = ()
-    """Kinds of the objects of the spec that lead clients outside the cluster to the gateway."""
+    """Kinds of the spec's objects exposing the gateway outside the cluster."""
     paused: bool = False
     unknown_fields: tuple[str, ...] = ()
     scaling: Scaling = field(default_factory=Scaling)
     pinned: tuple[PinnedRevision, ...] = ()
     changes_paused: bool = False
-    """Whether changes of the spec wait."""
+    """Whether spec changes wait."""
     progress: RolloutProgress | None = None
     rolled_back: RolledBack | None = None
     overdue_seconds: float | None = None
-    """The deadline that the rollout has missed, if it has."""
+    """The deadline missed by the rollout, or None."""
     not_rolled_back: str = ""
-    """Why it has not been rolled back although the spec wants that."""
+    """Why the rollout has not been rolled back although the spec asks for that."""
     waiting: str = ""
-    """What pods wait for that is not a problem yet."""
+    """Waits of pods, in words, before they count as problems."""
     weights: WeightsStatus | None = None
-    """The download of weights to the cache, where there is one."""
+    """The download of weights to the cache, if there is one."""
 
     @property
     def gateway(self) -> Workload | None:
@@ -80,7 +84,7 @@ class Facts:
 
     @property
     def gateways_without_keys(self) -> tuple[str, ...]:
-        """Gateway pods that let in everyone. Those that are being deleted still answer over connections that clients keep."""
+        """Names of gateway pods open to everyone. Pods being deleted are included: they still answer over open connections."""
         pods = self.observed.pods_of("gateway")
         return tuple(sorted(pod.name for pod in pods if pod.keys_secret is None and not pod.finished))
 
@@ -96,7 +100,7 @@ class Facts:
 
     @property
     def serving(self) -> str | None:
-        """The revision that serves."""
+        """The serving revision."""
         if self.step is not None:
             return self.step.serving
         return self.gateway.template_revision if self.gateway else None
@@ -110,5 +114,5 @@ class Facts:
         }
 
     def serving_workload(self, pool: PoolName) -> Workload | None:
-        """A pool's workload in the revision that serves."""
+        """A pool's workload in the serving revision."""
         return self.workloads(pool).get(self.serving)

@@ -1,7 +1,7 @@
-"""What keeps the Secrets of a deployment's gateways from being in force: one that is missing or lacks entries, or content that gateways reject.
+"""Finds problems of the gateways' Secrets: a missing Secret, missing entries, or content that gateways reject.
 
-The operator may not read Secrets, so it looks whether the entries are there, and asks gateways, which read them, what is wrong. They also
-report when they cannot fetch the keys of the issuer of tokens, and when their endpoint picker has ended.
+The operator may not read Secrets, so it checks that the entries exist, and asks gateways, which read them, what is wrong. Gateways also
+report when they cannot fetch the token issuer's keys, and when their endpoint picker has ended.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ logger = logging.getLogger(__name__)
 
 
 class GatewaySecrets:
-    """Finds the problems of one deployment (one UID)."""
+    """Finds the Secret problems of one deployment (one UID)."""
 
     def __init__(self, context: PassContext, report_fetcher: ReportFetcher) -> None:
         self._context, self._report_fetcher = context, report_fetcher
-        self._looked_for: object = None
+        self._settings: object = None
         self._due = 0.0
         self._problems: list[Problem] = []
 
     @property
     def last(self) -> bool:
-        """Whether there were problems when `problems` was last called."""
+        """Whether the last call of `problems` found any."""
         return bool(self._problems)
 
     async def problems(self, spec: MultimodalDeploymentSpec, observed: Observed, now: float) -> list[Problem]:
-        """As of the last look, which is repeated at intervals: changes of a Secret are not watched. `now`: monotonic seconds."""
+        """Problems as of the last check. It is repeated at intervals: changes of Secrets are not watched. `now`: monotonic seconds."""
         secrets, gateway = _mounted(spec), spec.gateway
-        looked_for = gateway.auth, gateway.tls, gateway.inference_pool
-        if looked_for != self._looked_for:  # with what the spec no longer has, its problems end
-            self._looked_for, self._due, self._problems = looked_for, now, []
-        if not any(looked_for) or now < self._due:
+        settings = gateway.auth, gateway.tls, gateway.inference_pool
+        if settings != self._settings:  # problems of settings no longer in the spec end
+            self._settings, self._due, self._problems = settings, now, []
+        if not any(settings) or now < self._due:
             return self._problems
         try:
             self._problems = await self._of_secrets(secrets) or await self._of_gateways(spec, observed)
         except RefusedError as error:
             self._problems = [refusal("gateway", str(error))]
-        except BusyError as error:  # the explanation is missing, the work goes on
+        except BusyError as error:  # only the explanation is missing
             logger.warning(
                 "%s/%s: failed to look for Secret %s: %s",
                 self._context.namespace,
@@ -85,11 +85,11 @@ class GatewaySecrets:
         return problems
 
     async def _of_gateways(self, spec: MultimodalDeploymentSpec, observed: Observed) -> list[Problem]:
-        """A gateway that was made before a Secret was named follows another one."""
-        asked = [pod for pod in observed.pods_of("gateway") if pod.address and not pod.deleting]
-        reports = await asyncio.gather(*(self._report(pod) for pod in asked))
+        """The problems reported by gateways. A gateway created before the spec named a Secret follows another Secret."""
+        reachable_pods = [pod for pod in observed.pods_of("gateway") if pod.address and not pod.deleting]
+        reports = await asyncio.gather(*(self._report(pod) for pod in reachable_pods))
         problems, gateway = [], spec.gateway
-        for pod, report in zip(asked, reports, strict=True):
+        for pod, report in zip(reachable_pods, reports, strict=True):
             if report is None:
                 continue
             if gateway.auth is not None:
@@ -109,7 +109,7 @@ class GatewaySecrets:
         return problems
 
     async def _report(self, pod: PodView) -> GatewayStatus | None:
-        """What a gateway reports of its Secrets; None if it does not answer, which other conditions show."""
+        """A gateway's report on its Secrets, or None if it does not answer. Other conditions show the latter."""
         try:
             answer = await self._report_fetcher.get(
                 pod.address or "", pod.report_port, paths.GATEWAY_DEMAND, MAX_REPORT_BYTES
@@ -121,7 +121,7 @@ class GatewaySecrets:
 
 
 def _mounted(spec: MultimodalDeploymentSpec) -> list[MountedSecret]:
-    """The Secrets that the gateways of a deployment mount, and do not start without."""
+    """The Secrets mounted by a deployment's gateways, which do not start without them."""
     gateway, secrets = spec.gateway, []
     if gateway.auth is not None:
         hint = "`mmd create-key` prints one"

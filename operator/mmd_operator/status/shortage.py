@@ -1,4 +1,4 @@
-"""Workloads with fewer pods than they should have, and why: quota and admission show nowhere but in Events."""
+"""Finds workloads with too few pods, and the reason: refusals by quota and admission show only in Events."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Shortage:
 
     @property
     def lasts(self) -> bool:
-        """Whether a workload was short of pods when `problems` was last called."""
+        """Whether the last call of `problems` found a workload short of pods."""
         return bool(self._short_since)
 
     async def problems(self, observed: Observed) -> list[Problem]:
-        """Why a workload has fewer pods than it should, in its controller's words: quota and admission show nowhere else."""
+        """Report why workloads have too few pods, in their controllers' words: refusals by quota and admission show nowhere else."""
         now = time.monotonic()
-        short = {
+        short_workloads = {
             child.name: child
             for child in observed.children.values()
             if child.workload is not None
@@ -40,18 +40,20 @@ class Shortage:
             and not child.deleting
             and (child.workload.current < child.workload.replicas or short_groups(child, observed))
         }
-        self._short_since = {name: self._short_since.get(name, now) for name in short}
-        self._warned = {name: seen for name, seen in self._warned.items() if name in short}
+        self._short_since = {name: self._short_since.get(name, now) for name in short_workloads}
+        self._warned = {
+            name: last_warning for name, last_warning in self._warned.items() if name in short_workloads
+        }
         problems = []
-        for name, child in short.items():
+        for name, child in short_workloads.items():
             component = child.component or child.kind
             if child.workload is not None and child.workload.failure:
                 problems.append(refusal(component, child.workload.failure, child.workload.template_revision))
                 continue
             if now - self._short_since[name] < SHORT_OF_PODS_SECONDS:
                 continue
-            asked, problem = self._warned.get(name, (float("-inf"), None))
-            if now - asked >= self._context.pauses.warnings_seconds:
+            asked_at, problem = self._warned.get(name, (float("-inf"), None))
+            if now - asked_at >= self._context.pauses.warnings_seconds:
                 try:
                     warnings = [
                         warning
@@ -60,7 +62,7 @@ class Shortage:
                             self._context.namespace, kind, maker
                         )
                     ]
-                except (BusyError, RefusedError) as error:  # the explanation is missing, the work goes on
+                except (BusyError, RefusedError) as error:  # only the explanation is missing
                     logger.warning(
                         "%s/%s: failed to read Events about %s: %s",
                         self._context.namespace,
@@ -69,8 +71,12 @@ class Shortage:
                         error,
                     )
                 else:
-                    words = [w.get("message", "") for w in warnings if w.get("reason") == "FailedCreate"]
-                    problem = refusal(component, words[-1], child.revision) if words else None
+                    messages = [
+                        event.get("message", "")
+                        for event in warnings
+                        if event.get("reason") == "FailedCreate"
+                    ]
+                    problem = refusal(component, messages[-1], child.revision) if messages else None
                 self._warned[name] = (now, problem)
             if problem is not None:
                 problems.append(problem)
@@ -78,8 +84,10 @@ class Shortage:
 
 
 def _makers(child: Child, observed: Observed) -> list[tuple[str, str]]:
-    """Kind and name of what makes a workload's pods. A LeaderWorkerSet has StatefulSets: one makes leaders, and one for each group its
-    followers."""
+    """Kinds and names of the objects creating a workload's pods.
+
+    A LeaderWorkerSet has StatefulSets: one creates the leaders, and one for each group its followers.
+    """
     if not group_names(child):
         return [(child.kind, child.name)]
     return [("StatefulSet", name) for name in (*short_groups(child, observed)[:1], child.name)]

@@ -1,4 +1,4 @@
-"""Workloads that their controller does not act on. LeaderWorkerSet's is installed by users and may be broken, which shows nowhere else."""
+"""Finds workloads ignored by their controller. Users install LeaderWorkerSet's controller; if it is broken, nothing else shows that."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SILENT_SECONDS = 60.0
 
 
 class SilentControllers:
-    """The workloads of one deployment (one UID) that wait for their controller, and since when."""
+    """Tracks the workloads of one deployment (one UID) that wait for their controller, and since when."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[ObjectKey, str], float] = {}
 
     def problems(self, observed: Observed, now: float) -> list[Problem]:
-        """One for each workload that has waited for a minute. `now`: monotonic seconds."""
+        """One problem per workload after a minute of waiting. `now`: monotonic seconds."""
         waiting = {
             (child.key, child.uid): child
             for child in observed.children.values()

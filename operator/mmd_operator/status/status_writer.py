@@ -1,4 +1,4 @@
-"""Writes the status of a deployment, and reports Events for what changes in it. Decides nothing: see `conditions`."""
+"""Writes the status of a deployment, and reports its changes as Events. Decides nothing: see `conditions`."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ _KEY = "status"
 
 
 class StatusWriter:
-    """Writes the status of one deployment (one UID). `snapshot`: what was published last, for metrics."""
+    """Writes the status of one deployment (one UID). `snapshot`: the last published state, for metrics."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self.snapshot = DeploymentSnapshot(context.namespace, context.name)
         self._written: dict[str, Any] | None = None
-        self._stored: dict[str, Any] = {}  # as the API server returned it
+        self._stored: dict[str, Any] = {}  # the status as the API server returned it
         self._written_at = 0.0
-        self._version_before = ""  # of the deployment, when its status was written
+        self._version_before = ""  # the deployment's version when its status was written
         self._contests = Contests(context.pauses)
 
     async def publish(self, body: Body, facts: Facts) -> None:
-        """Write the status if it changed, and report an Event for every condition that did."""
-        found = current_conditions(facts)
+        """Write the status if it changed, and report an Event for every condition that changed."""
+        states = current_conditions(facts)
         previous = self._previous(body)
         generation = body["metadata"].get("generation", 0)
-        conditions = dated(found, previous, generation, now())
+        conditions = dated(states, previous, generation, now())
         status = status_of(facts, conditions, generation)
         self.snapshot = DeploymentSnapshot(
-            self._context.namespace, self._context.name, found, pools_of(status), facts.problems
+            self._context.namespace, self._context.name, states, pools_of(status), facts.problems
         )
         await self._write(body, status.model_dump(mode="json", by_alias=True, exclude_none=True))
-        self._report_transitions(body, found, previous)
+        self._report_transitions(body, states, previous)
 
     async def publish_failure(self, body: Body, failing: ConditionState) -> None:
-        """Report why no pass succeeds; the other conditions stay as they are. Best effort."""
-        others = tuple(v for v in self.snapshot.conditions if v.type != failing.type)
+        """Report why no pass succeeds, leaving the other conditions unchanged. Best effort."""
+        others = tuple(state for state in self.snapshot.conditions if state.type != failing.type)
         self.snapshot = replace(
             self.snapshot, namespace=self._context.namespace, conditions=(*others, failing)
         )
         previous = self._previous(body)
         (condition,) = dated([failing], previous, body["metadata"].get("generation", 0), now())
-        kept = [c for c in previous if c["type"] != failing.type]
-        conditions = [*kept, condition.model_dump(mode="json", by_alias=True)]
+        unchanged = [entry for entry in previous if entry["type"] != failing.type]
+        conditions = [*unchanged, condition.model_dump(mode="json", by_alias=True)]
         status = self._written if self._written is not None else body.get("status", {})
         self._context.events.report(body, failing.reason, failing.message, warning=True)
         try:
@@ -71,21 +71,23 @@ class StatusWriter:
             )
 
     async def publish_removing(self, body: Body, stage: str, message: str) -> None:
-        """Report how far the deletion is."""
+        """Report the progress of the deletion."""
         generation = body["metadata"].get("generation", 0)
         self.snapshot = DeploymentSnapshot(
             self._context.namespace, self._context.name, removing(stage, message)
         )
-        found = dated(self.snapshot.conditions, self._previous(body), generation, now())
-        before = self._previous(body)
-        conditions = [c.model_dump(mode="json", by_alias=True) for c in found]
-        if [(c["type"], c["reason"]) for c in before] == [(c["type"], c["reason"]) for c in conditions]:
+        dated_conditions = dated(self.snapshot.conditions, self._previous(body), generation, now())
+        previous = self._previous(body)
+        conditions = [entry.model_dump(mode="json", by_alias=True) for entry in dated_conditions]
+        if [(entry["type"], entry["reason"]) for entry in previous] == [
+            (entry["type"], entry["reason"]) for entry in conditions
+        ]:
             return
         await self._write(body, {**body.get("status", {}), "conditions": conditions})
         self._context.events.report(body, stage, message)
 
     def problems(self) -> list[Problem]:
-        """Whether another client keeps changing the status."""
+        """Report another client that keeps changing the status."""
         rival = self._contests.against(_KEY, time.monotonic())
         return [contested(KIND, f"the {_KEY} of {KIND} {self._context.name}", rival)] if rival else []
 
@@ -94,8 +96,8 @@ class StatusWriter:
         return list(status.get("conditions", ()))
 
     async def _write(self, body: Body, status: dict[str, Any]) -> None:
-        """Write a status that has changed, and one that another client has overwritten; the latter ever more rarely."""
-        present, now = body.get("status", {}), time.monotonic()
+        """Write a status that changed or that another client has overwritten; the latter ever more rarely."""
+        present, monotonic_now = body.get("status", {}), time.monotonic()
         version = body["metadata"]["resourceVersion"]
         changed = status != (present if self._written is None else self._written)
         overwritten = not changed and self._written is not None and present != self._stored
@@ -103,37 +105,41 @@ class StatusWriter:
             return
         rival = None
         if overwritten:
-            if version == self._version_before and now - self._written_at <= UNSEEN_SECONDS:
+            if version == self._version_before and monotonic_now - self._written_at <= UNSEEN_SECONDS:
                 return  # the watch does not show our own write yet
-            if self._contests.pause(_KEY, now) > 0:
+            if self._contests.pause(_KEY, monotonic_now) > 0:
                 return
-            found = await self._context.cluster.deployment(self._context.namespace, self._context.name)
-            if found is None or found.get("status", {}) == self._stored:
-                self._written_at, self._version_before = now, version
+            read_back = await self._context.cluster.deployment(self._context.namespace, self._context.name)
+            if read_back is None or read_back.get("status", {}) == self._stored:
+                self._written_at, self._version_before = monotonic_now, version
                 return  # the watch lags
-            rival = rival_of(found["metadata"].get("managedFields", ()), of_status=True)
+            rival = rival_of(read_back["metadata"].get("managedFields", ()), of_status=True)
         self._stored = await self._context.cluster.apply_status(
             self._context.namespace, self._context.name, status
         )
-        self._written, self._written_at, self._version_before = status, now, version
+        self._written, self._written_at, self._version_before = status, monotonic_now, version
         if overwritten:
-            self._contests.repaired(_KEY, now, rival)
+            self._contests.repaired(_KEY, monotonic_now, rival)
             for problem in self.problems():
                 self._context.report_contest(body, problem)
 
     def _report_transitions(
-        self, body: Body, found: tuple[ConditionState, ...], previous: list[dict[str, Any]]
+        self, body: Body, states: tuple[ConditionState, ...], previous: list[dict[str, Any]]
     ) -> None:
-        before = {c["type"]: (c["status"], c["reason"]) for c in previous}
-        for condition in found:
+        previous_by_type = {entry["type"]: (entry["status"], entry["reason"]) for entry in previous}
+        for condition in states:
             if condition.type not in ("Ready", "Progressing", "Degraded"):
                 continue
-            was = before.get(condition.type)
-            if was == (condition.status, condition.reason) or (
-                was is None and condition.type != "Progressing"
+            previous_state = previous_by_type.get(condition.type)
+            if previous_state == (condition.status, condition.reason) or (
+                previous_state is None and condition.type != "Progressing"
             ):
                 continue
-            if condition.type == "Ready" and was is not None and was[0] == condition.status:
+            if (
+                condition.type == "Ready"
+                and previous_state is not None
+                and previous_state[0] == condition.status
+            ):
                 continue
             bad = (condition.type == "Degraded") == (condition.status == "True")
             bad = bad and condition.reason not in ("Complete", "Paused", "RolloutPaused", "Deleting")

@@ -1,4 +1,4 @@
-"""How far the download of a deployment's weights is: what its Job, the Job's pods and their own reports tell. Knows no API server."""
+"""The progress of a deployment's weights download, from its Job, the Job's pods and their reports. Independent of the API server."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ _REASONS: dict[int | None, ProblemReason] = {status: reason for reason, status i
 
 
 class WeightsDownload:
-    """The download of one deployment (one UID). `_seen`: the pod, by UID, that was asked last, when, and what it reported;
-    `_most`: the Job, and the most bytes that its pods reported to be there and to be verified."""
+    """The download of one deployment (one UID).
+
+    `_last_report`: UID of the pod that was asked last, when it was asked, and its report. `_maximum`: the Job, and the most bytes that its pods
+    reported as present and as verified.
+    """
 
     def __init__(self, report_fetcher: ReportFetcher, pauses: Pauses) -> None:
         self._report_fetcher, self._pauses = report_fetcher, pauses
-        self._seen: tuple[str, float, WeightsProgress | None] = ("", 0.0, None)
-        self._most: tuple[str, int, int] | None = None
+        self._last_report: tuple[str, float, WeightsProgress | None] = ("", 0.0, None)
+        self._maximum: tuple[str, int, int] | None = None
         self.advances = False
-        """Whether the last look found more bytes than any before, or a download that waits for another of the same files. A retry that
-        gets no further than those before it does not advance."""
+        """Whether the last `look` found more bytes than any before, or a download waiting for another of the same files. A retry that gets no
+        further than earlier ones does not advance."""
 
     async def look(
         self, planned: Sequence[Manifest], observed: Observed, now: float
     ) -> tuple[WeightsStatus | None, tuple[PodView, ...]]:
-        """The state of the download and the pods of its Job, the newest last; None where the plan has no Job. `now`: monotonic seconds."""
+        """The state of the download and the pods of its Job, the newest last; None if the plan has no Job. `now`: monotonic seconds."""
         manifest = next((m for m in planned if m["kind"] == "Job"), None)
         self.advances = False
         if manifest is None:
@@ -50,21 +53,21 @@ class WeightsDownload:
         return status, pods
 
     def _grows(self, job: str, progress: WeightsProgress) -> bool:
-        """Whether a Job has more than it ever had; unknown of what it has at first, so not."""
-        now = job, progress.bytes, progress.verified_bytes
-        before = self._most if self._most is not None and self._most[0] == job else now
-        self._most = job, max(before[1], now[1]), max(before[2], now[2])
-        return self._most != before
+        """Whether a Job has more bytes than ever before. Its first report does not count: what it had before is unknown."""
+        current = job, progress.bytes, progress.verified_bytes
+        previous_maximum = self._maximum if self._maximum is not None and self._maximum[0] == job else current
+        self._maximum = job, max(previous_maximum[1], current[1]), max(previous_maximum[2], current[2])
+        return self._maximum != previous_maximum
 
     async def _progress(self, pods: Sequence[PodView], now: float) -> WeightsProgress | None:
-        """What the newest pod reports; of one that has ended, its last words."""
+        """The report of the newest pod, or its last words if it has ended."""
         if not pods:
             return None
         pod = pods[-1]
         if pod.finished:
             return _parsed(pod.last_words)
-        uid, at, progress = self._seen
-        if uid == pod.uid and now - at < self._pauses.download_seconds:
+        uid, asked_at, progress = self._last_report
+        if uid == pod.uid and now - asked_at < self._pauses.download_seconds:
             return progress
         if pod.address is not None:
             try:
@@ -74,30 +77,30 @@ class WeightsDownload:
                 progress = _parsed(answer.decode("utf-8", "replace"))
             except NoAnswerError:
                 progress = progress if uid == pod.uid else None
-        self._seen = pod.uid, now, progress if pod.address is not None else None
-        return self._seen[2]
+        self._last_report = pod.uid, now, progress if pod.address is not None else None
+        return self._last_report[2]
 
 
 def pods_of_job(name: str, observed: Observed) -> tuple[PodView, ...]:
     """The pods of a Job, the newest last."""
-    found = [pod for pod in observed.pods if pod.component == WEIGHTS and pod.name.startswith(f"{name}-")]
-    return tuple(sorted(found, key=lambda pod: (pod.created_at, pod.name)))
+    pods = [pod for pod in observed.pods if pod.component == WEIGHTS and pod.name.startswith(f"{name}-")]
+    return tuple(sorted(pods, key=lambda pod: (pod.created_at, pod.name)))
 
 
 def weights_status(
     name: str, claim: str, job: Child | None, progress: WeightsProgress | None
 ) -> WeightsStatus:
-    """The state of a download. `job`: as the watch shows it."""
-    ended = job.job if job is not None else None
+    """The state of a download. `job`: the Job as the watch shows it."""
+    job_state = job.job if job is not None else None
     status = WeightsStatus(claim=claim, job=name, state="Pending")
     if progress is not None:
         numbers = progress.model_dump(
             exclude={"state", "verified_bytes", "bytes_per_second", "remaining_seconds"}
         )
         status = status.model_copy(update={**numbers, "state": progress.state})
-    if ended is not None and ended.failed_at is not None:
+    if job_state is not None and job_state.failed_at is not None:
         return status.model_copy(update={"state": "Failed"})
-    if ended is not None and ended.complete:
+    if job_state is not None and job_state.complete:
         return status.model_copy(update={"state": "Complete"})
     if progress is None or progress.state != "Downloading":
         return status if status.state != "Complete" else status.model_copy(update={"state": "Downloading"})
@@ -111,32 +114,36 @@ def weights_status(
 def weights_problems(
     status: WeightsStatus | None, job: Child | None, pods: Sequence[PodView], now: float
 ) -> list[Problem]:
-    """What keeps a download from completing. `now`: Unix seconds."""
+    """Problems keeping a download from completing. `now`: Unix seconds."""
     if status is None or status.state == "Complete":
         return []
     waiting = [
-        p for pod in pods if not pod.finished and (p := pod_problem(pod, now, Deadlines())) is not None
+        problem
+        for pod in pods
+        if not pod.finished and (problem := pod_problem(pod, now, Deadlines())) is not None
     ]
     failed = [pod for pod in pods if pod.finished and pod.exit_code not in (None, 0)]
-    ended = job.job if job is not None and job.job is not None and job.job.failed_at is not None else None
-    if waiting or (not failed and ended is None):
+    failed_job = (
+        job.job if job is not None and job.job is not None and job.job.failed_at is not None else None
+    )
+    if waiting or (not failed and failed_job is None):
         return waiting
-    again = (
+    remedy = (
         f"`kubectl delete job {status.job}` starts it again at once, the operator {DOWNLOAD_RETRY_SECONDS / 60:.0f} minutes after its end"
-        if ended is not None
+        if failed_job is not None
         else f"Job {status.job} tries again after a pause"
     )
     reason: ProblemReason = "WeightsUnreachable"
-    seen = f"Job {status.job} failed ({ended.failure})" if ended is not None else ""
+    seen = f"Job {status.job} failed ({failed_job.failure})" if failed_job is not None else ""
     if failed and failed[-1].exit_code in _REASONS:
         reason, seen = _REASONS[failed[-1].exit_code], failed[-1].last_words
     elif failed:
         reason, seen, _ = crashed(failed[-1])
-    return [Problem(reason, WEIGHTS, seen, again, revision=job.revision if job else None)]
+    return [Problem(reason, WEIGHTS, seen, remedy, revision=job.revision if job else None)]
 
 
 def weights_words(status: WeightsStatus | None) -> str:
-    """How far a download is, for people; empty where nothing is to be waited for."""
+    """The progress of a download, in words; empty if there is nothing to wait for."""
     if status is None or status.state == "Complete":
         return ""
     where = f"Job {status.job}, which downloads the model to claim {status.claim}"
