@@ -1,1 +1,4 @@
-"""The API server and what the operator is in a cluster: client, Events, Lease, sweeps, metrics. Knows nothing of a deployment's meaning."""
+"""Access to the API server and the operator's presence in a cluster: client, Events, Lease, sweeps, metrics.
+
+Knows nothing of what a deployment means.
+"""

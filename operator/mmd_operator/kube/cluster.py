@@ -1,4 +1,4 @@
-"""The API server as this operator uses it: apply, read, scale, delete, report. Knows the Kubernetes client and nothing of deployments' meaning."""
+"""Client of the API server: apply, read, scale, delete, report. Knows the Kubernetes client, and nothing of what deployments mean."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0
 PASSES_AT_ONCE = 8
-"""Over all deployments: enough to keep the API server busy, few enough to renew the lease while hundreds start at once."""
+"""Concurrent passes over all deployments: enough to keep the API server busy, few enough to renew the lease while hundreds of them start."""
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
@@ -48,21 +48,21 @@ MAX_RETRY_AFTER_SECONDS = 300.0
 PAGE_OBJECTS = 500
 MAX_PAGES = 2000
 MAX_WARNING_PAGES = 20
-"""Events expire within hours: an object with more warnings than these pages hold is not expected."""
+"""Pages of warnings read about one object. Events expire within hours, so no object is expected to have more."""
 MAX_RECORDED_PAGES = 4
-"""Of the recorded specs of one deployment, of which the operator keeps fewer than one page."""
+"""Pages of recorded specs read for one deployment. The operator keeps less than one page."""
 MAX_WARNINGS = 20
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 NOT_OF_SCHEMA = "failed to create typed patch object"
 _UNDECLARED = re.compile(r"(\.status\.\S+): field not declared in schema")
 _UNSUPPORTED_CONDITION = re.compile(r'status\.conditions\[\d+\]\.type: Unsupported value: "(\w+)"')
-_NOT_A_NAME = re.compile(r"\[[^]]*\]")
-"""The key or index of a list's item, in the path of a field."""
+_ITEM_KEY = re.compile(r"\[[^]]*\]")
+"""Key or index of a list item within a field path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Where objects of a kind live."""
+    """API group, version and plural of a kind, and the URL paths that follow from them."""
 
     group: str
     version: str
@@ -76,17 +76,17 @@ class Resource:
 
     @property
     def everywhere(self) -> str:
-        """URL path of the collection over all namespaces."""
+        """URL path of the collection across all namespaces."""
         return f"{self._prefix}/{self.plural}"
 
     @property
     def served_at(self) -> str:
-        """URL path that exists where the API server serves this version of the group."""
+        """URL path of this version of the group. It exists only if the API server serves that version."""
         return self._prefix
 
     @property
     def api_version(self) -> str:
-        """As manifests name it."""
+        """The `apiVersion` of manifests."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     @property
@@ -109,9 +109,9 @@ CHILD_KINDS: dict[str, Resource] = {
     "InferencePool": Resource(INFERENCE_GROUP, INFERENCE_VERSION, INFERENCE_POOLS),
     POOL_KIND: Resource(GROUP, VERSION, POOL_PLURAL),
 }
-"""Kinds that a deployment may own; the operator watches each that the API server serves."""
+"""Kinds that a deployment may own. The operator watches each kind that the API server serves."""
 INSTALLED_BY_USERS = ("LeaderWorkerSet", "HTTPRoute", "InferencePool", POOL_KIND)
-"""Those of them that are no part of Kubernetes."""
+"""Child kinds that are not part of Kubernetes."""
 PODS = Resource("", "v1", "pods")
 SECRETS = Resource("", "v1", "secrets")
 CONTROLLER_REVISIONS = Resource("apps", "v1", "controllerrevisions")
@@ -123,7 +123,10 @@ UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class RefusedError(Exception):
-    """The API server rejects this until something changes (400, 403, 404, 422, an admission webhook that fails); the message is its own."""
+    """The API server rejects a request until something changes (400, 403, 404, 422, a failing admission webhook).
+
+    The message is the API server's own.
+    """
 
 
 class NotServedError(RefusedError):
@@ -131,9 +134,10 @@ class NotServedError(RefusedError):
 
 
 class BusyError(Exception):
-    """It cannot be done now (409, 429, 5xx, out of reach): come back, after `retry_seconds` where the API server asked for that.
+    """A request cannot be served now (409, 429, 5xx, unreachable); retry it later.
 
-    `undone`: the API server answered that it changed nothing; else the write may have been carried out.
+    `retry_seconds`: the delay that the API server asked for, if any. `undone`: the API server answered that it changed nothing;
+    otherwise the write may have been carried out.
     """
 
     def __init__(self, message: str, retry_seconds: float | None = None, *, undone: bool = False) -> None:
@@ -143,19 +147,19 @@ class BusyError(Exception):
 
 
 class ExpiredError(BusyError):
-    """The API server has compacted the snapshot that a list is read from (410); the pages so far are unusable."""
+    """The API server has compacted the snapshot of a paged list (410); the pages read so far are unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All objects of a kind as of one resource version."""
+    """UIDs of all objects of a kind as of one resource version."""
 
     uids: frozenset[str]
     version: str
 
 
 class Cluster:
-    """One API server. `api`: a client that sends no write while another process may act (see `serve.api_client`)."""
+    """Client of one API server. `api`: a client that sends no write while another process may act (see `serve.api_client`)."""
 
     def __init__(self, api: ApiClient, metrics: OperatorMetrics) -> None:
         self._dynamic = DynamicClient(api)
@@ -163,10 +167,10 @@ class Cluster:
         self.passes = asyncio.Semaphore(PASSES_AT_ONCE)
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
-        """An object, or None.
+        """Return an object, or None if it does not exist.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: see the classes.
         """
         return await self._request("get", CHILD_KINDS[kind].path(namespace, name), absent_is_none=True)
 
@@ -174,22 +178,22 @@ class Cluster:
         """Whether the API server knows a kind.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: see the classes.
         """
         resource = CHILD_KINDS[kind]
         answer = await self._request("get", resource.served_at, absent_is_none=True) or {}
         return any(served["name"] == resource.plural for served in answer.get("resources") or ())
 
     async def apply(self, manifest: Manifest, namespace: str) -> Manifest:
-        """Server-side apply of an owned object; returns the result.
+        """Apply an owned object server-side, and return the result.
 
         Raises:
-            NotServedError, RefusedError, BusyError: see there.
+            NotServedError, RefusedError, BusyError: see the classes.
         """
         path = CHILD_KINDS[manifest["kind"]].path(namespace, manifest["metadata"]["name"])
         try:
             return await self._apply(path, manifest, FIELD_MANAGER)
-        except BusyError as error:  # 500, and a pod template of the user's is not what pods are
+        except BusyError as error:  # a 500, although the user's pod template is at fault
             if NOT_OF_SCHEMA not in str(error):
                 raise
             raise RefusedError(str(error)) from error
@@ -198,7 +202,7 @@ class Cluster:
         """Write the status of a MultimodalPool.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: see the classes.
         """
         metadata = {"name": name, "namespace": namespace}
         body = {"apiVersion": API_VERSION, "kind": POOL_KIND, "metadata": metadata, "status": status}
@@ -209,32 +213,40 @@ class Cluster:
         """Create a Secret.
 
         Raises:
-            RefusedError, BusyError: also if one of this name exists by now.
+            RefusedError, BusyError: also if a Secret of this name exists by now.
         """
         await self._request("post", SECRETS.path(namespace), body=manifest)
 
     async def secret_metadata(self, namespace: str, name: str) -> Manifest | None:
-        """Metadata of a Secret, as the answer to a patch that changes nothing: the right to read it would show its values too."""
+        """Return the metadata of a Secret, or None if it does not exist.
+
+        The metadata is the answer to an empty patch, since the right to read a Secret would show its values too.
+        """
         options: dict[str, Any] = {"content_type": MERGE_PATCH, "header_params": {"Accept": METADATA}}
         path = SECRETS.path(namespace, name)
-        found = await self._request("patch", path, body={}, absent_is_none=True, **options)
-        return None if found is None else dict(found["metadata"])
+        secret = await self._request("patch", path, body={}, absent_is_none=True, **options)
+        return None if secret is None else dict(secret["metadata"])
 
     async def patch_secret(
         self, namespace: str, name: str, operations: list[Manifest], resource_version: str
     ) -> None:
-        """Change a Secret, if it is still of this version; the answer holds metadata alone.
+        """Change a Secret if it still has this resource version. The answer holds only metadata.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: see the classes.
         """
-        same = {"op": "replace", "path": "/metadata/resourceVersion", "value": resource_version}
+        unchanged_version = {"op": "replace", "path": "/metadata/resourceVersion", "value": resource_version}
         options: dict[str, Any] = {"content_type": JSON_PATCH, "header_params": {"Accept": METADATA}}
-        await self._request("patch", SECRETS.path(namespace, name), body=[same, *operations], **options)
+        await self._request(
+            "patch", SECRETS.path(namespace, name), body=[unchanged_version, *operations], **options
+        )
 
     async def secret_lacks(self, namespace: str, name: str, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that a Secret does not have. A patch that moves each key onto itself changes nothing, and fails where one is
-        missing (a copy would not): the right to read the Secret would show its values too."""
+        """Return those of `keys` that a Secret lacks.
+
+        A patch that moves each key onto itself changes nothing, and fails if a key is missing (a copy would not). The right to read
+        the Secret would show its values too.
+        """
         if await self._secret_has(namespace, name, keys):
             return []
         return [key for key in keys if not await self._secret_has(namespace, name, [key])]
@@ -251,11 +263,12 @@ class Cluster:
         return True
 
     async def release_replicas(self, kind: str, namespace: str, name: str, replicas: int) -> None:
-        """Make the scaler own a pool's size too, so that an apply that leaves it out does not reset it to 1, and so that it is no
-        surge any more.
+        """Make the scaler a co-owner of a pool's size.
+
+        An apply that leaves the size out then does not reset it to 1, and the size no longer counts as a surge.
 
         Raises:
-            RefusedError, BusyError: also if the size is another by now.
+            RefusedError, BusyError: also if the size has changed by now.
         """
         body = {
             "apiVersion": CHILD_KINDS[kind].api_version,
@@ -288,18 +301,18 @@ class Cluster:
         )
 
     async def is_terminating(self, namespace: str) -> bool:
-        """Whether a namespace is being deleted; True also for a deleted one."""
+        """Whether a namespace is being deleted or is gone."""
         path = f"{NAMESPACES.everywhere}/{namespace}"
-        found = await self._request("get", path, absent_is_none=True)
-        return found is None or "deletionTimestamp" in found["metadata"]
+        answer = await self._request("get", path, absent_is_none=True)
+        return answer is None or "deletionTimestamp" in answer["metadata"]
 
     async def delete_pod(
         self, namespace: str, pod: str, uid: str, grace_seconds: int | None = None, *, leads: bool = False
     ) -> None:
-        """Delete the pod with this UID; its controller makes another. A terminating pod accepts a shorter `grace_seconds`.
+        """Delete the pod with this UID; its controller creates another. A terminating pod accepts a shorter `grace_seconds`.
 
-        `leads`: it leads a group, and is gone only after its followers: LeaderWorkerSet before 0.9 takes the end of an old follower
-        for a reason to recreate the new group.
+        `leads`: the pod leads a group, and is gone only after its followers. LeaderWorkerSet before 0.9 would recreate the new group
+        when an old follower ends.
         """
         body: dict[str, Any] = {"preconditions": {"uid": uid}}
         if leads:
@@ -309,7 +322,7 @@ class Cluster:
         await self._request("delete", PODS.path(namespace, pod), body=body, absent_is_none=True)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        """Delete the object with this UID; it is no error if that is gone or another has its name."""
+        """Delete the object with this UID. It is no error if the object is gone or another object has its name."""
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         path = CHILD_KINDS[kind].path(namespace, name)
         try:
@@ -321,40 +334,42 @@ class Cluster:
     async def set_finalizers(
         self, namespace: str, name: str, finalizers: list[str], resource_version: str
     ) -> None:
-        """Write the finalizers of a deployment, if it is still of this version."""
+        """Write the finalizers of a deployment if it still has this resource version."""
         body = {"metadata": {"finalizers": finalizers, "resourceVersion": resource_version}}
         path = DEPLOYMENTS.path(namespace, name)
         options: dict[str, Any] = {"content_type": MERGE_PATCH, "field_manager": FIELD_MANAGER}
         await self._request("patch", path, body=body, absent_is_none=True, **options)
 
     async def deployment(self, namespace: str, name: str) -> Manifest | None:
-        """A deployment now, or None. Listed by its name: the operator holds the right to list, and none to get."""
+        """Return a deployment as it is now, or None. It is listed by name, since the operator may list but not get."""
         path, selector = DEPLOYMENTS.path(namespace), f"metadata.name={name}"
-        found = await self._request("get", path, field_selector=selector)
-        return next(iter((found or {}).get("items") or []), None)
+        answer = await self._request("get", path, field_selector=selector)
+        return next(iter((answer or {}).get("items") or []), None)
 
     async def apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
-        """Write the status of a deployment, and return it as it is stored; fields that are left out are removed, and so are those, and
-        conditions, that the CRD, of another release, does not declare."""
-        known: Any = status
+        """Write the status of a deployment, and return it as stored.
+
+        Fields that are left out are removed. So are fields and conditions that the CRD, if it is of another release, does not declare.
+        """
+        declared: Any = status
         for _ in ("fields", "conditions"):
             try:
-                return await self._apply_status(namespace, name, known)
-            except BusyError as error:  # the API server answers 500
-                undeclared = sorted({_NOT_A_NAME.sub("", path) for path in _UNDECLARED.findall(str(error))})
+                return await self._apply_status(namespace, name, declared)
+            except BusyError as error:  # the API server answers with 500
+                undeclared = sorted({_ITEM_KEY.sub("", path) for path in _UNDECLARED.findall(str(error))})
                 if not undeclared:
                     raise
                 for path in undeclared:
-                    known = _without(known, path.split(".")[2:])
+                    declared = _without(declared, path.split(".")[2:])
             except RefusedError as error:
                 types = sorted(set(_UNSUPPORTED_CONDITION.findall(str(error))))
                 if not types:
                     raise
                 undeclared = [f"condition {kind}" for kind in types]
-                kept = [c for c in known["conditions"] if c["type"] not in types]
-                known = {**known, "conditions": kept}
+                conditions = [c for c in declared["conditions"] if c["type"] not in types]
+                declared = {**declared, "conditions": conditions}
             logger.warning("%s/%s: the CRD does not declare %s", namespace, name, ", ".join(undeclared))
-        return await self._apply_status(namespace, name, known)
+        return await self._apply_status(namespace, name, declared)
 
     async def _apply_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
         body = {
@@ -367,9 +382,9 @@ class Cluster:
         return dict(after.get("status", {}))
 
     async def warnings_about(self, namespace: str, kind: str, name: str) -> list[Manifest]:
-        """The newest warnings that controllers wrote about an object, as core/v1 Events, oldest first.
+        """Return the newest warnings of controllers about an object, as core/v1 Events, oldest first.
 
-        The API server lists Events by name, whatever their age: all of them are read to find the newest.
+        The API server lists Events by name, not by age, so all of them are read to find the newest.
         """
         selector = f"involvedObject.kind={kind},involvedObject.name={name},type=Warning"
         newest: list[Manifest] = []
@@ -381,13 +396,13 @@ class Cluster:
     async def uids(
         self, resource: Resource, namespace: str | None, selector: str | None, not_older_than: str | None
     ) -> Listing:
-        """UIDs of all objects of a kind, in one namespace or (None) all, from a list of metadata alone, page by page.
+        """List the UIDs of all objects of a kind, in one namespace or (None) all, page by page from metadata only.
 
         `not_older_than`: a resource version that the list must have reached, so that the API server may answer from its watch
-        cache; None: the newest there is.
+        cache; None: the newest.
 
         Raises:
-            RefusedError, BusyError: also where the list could not be read to its end; an incomplete one is never returned.
+            RefusedError, BusyError: also if the list could not be read to its end; an incomplete list is never returned.
         """
         path = resource.path(namespace) if namespace else resource.everywhere
         uids: set[str] = set()
@@ -403,51 +418,53 @@ class Cluster:
         return Listing(frozenset(uids), metadata.get("resourceVersion", ""))
 
     async def _pages(
-        self, path: str, most: int, not_older_than: str | None = None, **options: Any
+        self, path: str, max_pages: int, not_older_than: str | None = None, **options: Any
     ) -> AsyncIterator[Manifest]:
-        """At most `most` pages of a list; the last one read has `continue` in its metadata if there are more."""
+        """Yield at most `max_pages` pages of a list. The last page read has `continue` in its metadata if there are more."""
         query = []
         if not_older_than is not None:
             query = [("resourceVersion", not_older_than), ("resourceVersionMatch", "NotOlderThan")]
         token = None
-        for _ in range(most):
+        for _ in range(max_pages):
             answer = await self._request(
                 "get", path, limit=PAGE_OBJECTS, _continue=token, query_params=list(query), **options
             )
             page = answer or {}
-            yield {**page, "items": page.get("items") or []}  # null if there are none
+            yield {**page, "items": page.get("items") or []}  # null if the list is empty
             token, query = page.get("metadata", {}).get("continue"), []
             if not token:
                 return
 
     async def recorded(self, namespace: str, selector: str) -> list[Manifest]:
-        """ControllerRevisions with these labels.
+        """Return the ControllerRevisions with these labels.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: see the classes.
         """
         pages = self._pages(CONTROLLER_REVISIONS.path(namespace), MAX_RECORDED_PAGES, label_selector=selector)
         return [item async for page in pages for item in page["items"]]
 
     async def create_recorded(self, namespace: str, manifest: Manifest) -> Manifest:
-        """Create a ControllerRevision, and return it. Applied, so that the API server writes its data as it does in later patches: to it,
-        other blanks would be other data.
+        """Create a ControllerRevision, and return it.
+
+        It is applied, so that the API server serializes its data as in later patches: data with different whitespace would be
+        different data.
 
         Raises:
-            RefusedError, BusyError: see there.
+            RefusedError, BusyError: see the classes.
         """
         path = CONTROLLER_REVISIONS.path(namespace, manifest["metadata"]["name"])
         return await self._apply(path, manifest, FIELD_MANAGER)
 
     async def patch_recorded(self, namespace: str, name: str, change: Mapping[str, Any]) -> None:
-        """Change a ControllerRevision, whose data cannot change; it is no error if it is gone."""
+        """Change a ControllerRevision, except for its immutable data. It is no error if it is gone."""
         options: dict[str, Any] = {"body": change, "content_type": MERGE_PATCH}
         await self._request(
             "patch", CONTROLLER_REVISIONS.path(namespace, name), absent_is_none=True, **options
         )
 
     async def delete_recorded(self, namespace: str, name: str) -> None:
-        """Delete a ControllerRevision; it is no error if it is gone."""
+        """Delete a ControllerRevision. It is no error if it is gone."""
         await self._request("delete", CONTROLLER_REVISIONS.path(namespace, name), absent_is_none=True)
 
     async def create_event(self, namespace: str, event: Manifest) -> None:
@@ -455,10 +472,10 @@ class Cluster:
         await self._request("post", EVENTS.path(namespace), body=event)
 
     async def patch_event(self, namespace: str, name: str, change: Mapping[str, Any]) -> bool:
-        """Change an Event object; False: it no longer exists."""
+        """Change an Event object; return False if it no longer exists."""
         options: dict[str, Any] = {"body": change, "content_type": MERGE_PATCH}
-        found = await self._request("patch", EVENTS.path(namespace, name), absent_is_none=True, **options)
-        return found is not None
+        patched = await self._request("patch", EVENTS.path(namespace, name), absent_is_none=True, **options)
+        return patched is not None
 
     async def _apply(
         self, path: str, body: Mapping[str, Any], manager: str, *, force: bool = True
@@ -484,7 +501,7 @@ class Cluster:
                 return None
             if error.status == 410:
                 raise ExpiredError(words_of(error), _retry_after(error)) from error
-            if WEBHOOK_FAILED in words_of(error):  # 500, and it concerns this object alone
+            if WEBHOOK_FAILED in words_of(error):  # a 500 about this object alone
                 raise RefusedError(words_of(error)) from error
             if error.status in (409, 429) or (error.status or 500) >= 500:
                 raise BusyError(
@@ -503,8 +520,8 @@ _RESULTS = {404: "absent", 409: "conflict", 429: "throttled"}
 
 @contextmanager
 def counted(metrics: OperatorMetrics, verb: str) -> Iterator[None]:
-    """One call of the API server: its HTTP method and how it ended."""
-    begun, result = time.monotonic(), "cancelled"
+    """Count one call of the API server by HTTP method and result, and observe its duration."""
+    started, result = time.monotonic(), "cancelled"
     try:
         yield
         result = "ok"
@@ -517,11 +534,11 @@ def counted(metrics: OperatorMetrics, verb: str) -> Iterator[None]:
         raise
     finally:
         metrics.api_calls.labels(verb, result).inc()
-        metrics.api_seconds.labels(verb).observe(time.monotonic() - begun)
+        metrics.api_seconds.labels(verb).observe(time.monotonic() - started)
 
 
 def _without(value: Any, path: Sequence[str]) -> Any:
-    """JSON-like content without the field at a path; in every item of a list."""
+    """Remove the field at a path from JSON-like content; in a list, from every item."""
     if isinstance(value, list):
         return [_without(item, path) for item in value]
     if not isinstance(value, Mapping):
@@ -535,7 +552,7 @@ def _without(value: Any, path: Sequence[str]) -> Any:
 
 
 def _last_seen(event: Manifest) -> float:
-    """When an Event was seen last, in Unix seconds; the two kinds of recorders write different fields."""
+    """Unix seconds at which an Event was last seen. The two kinds of recorders write different fields."""
     times = (
         event.get("lastTimestamp"),
         (event.get("series") or {}).get("lastObservedTime"),
@@ -545,7 +562,7 @@ def _last_seen(event: Manifest) -> float:
 
 
 def words_of(error: ApiException) -> str:
-    """The message of the Status that the API server answered with."""
+    """The message of the Status in the API server's answer."""
     try:
         return str(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):
@@ -553,7 +570,7 @@ def words_of(error: ApiException) -> str:
 
 
 def _is_status(error: ApiException) -> bool:
-    """Whether the API server answered about an object. Of a path that it does not serve, it says so in plain text."""
+    """Whether the API server answered about an object. For a path that it does not serve, it answers in plain text."""
     return str(error.body).lstrip("b'\"").startswith("{")
 
 

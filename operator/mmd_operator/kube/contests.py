@@ -1,4 +1,4 @@
-"""Damping against a competing writer: when an object that another client keeps changing may be repaired again. Pure; time is an argument."""
+"""Back-off against a competing writer: when to repair an object that another client keeps changing. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mmd_operator.kube.pauses import Pauses
 
 FREE_REPAIRS = 3
-"""A change by mistake is undone at once, and so is one that was made twice."""
+"""Repairs without a pause: a change made by mistake is undone at once, even if made twice."""
 CALM_SECONDS = 600.0
 """After this long without a repair, an object is no longer contested."""
 MAX_CONTESTS = 1000
@@ -18,19 +18,19 @@ MAX_CONTESTS = 1000
 @dataclass(slots=True)
 class _Contest:
     repairs: int
-    at: float  # of the last repair, in monotonic seconds
+    at: float  # time of the last repair, in monotonic seconds
     rival: str | None
 
 
 class Contests:
-    """Repairs of objects, or of one field of them, by key. The pause between two of the same key doubles."""
+    """Repairs of objects, or of single fields, by key. The pause between two repairs of one key doubles."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
-        self._found: OrderedDict[Hashable, _Contest] = OrderedDict()
+        self._contests: OrderedDict[Hashable, _Contest] = OrderedDict()
 
     def pause(self, key: Hashable, now: float) -> float:
-        """Seconds until it may be repaired again; 0: now."""
+        """Seconds until the object may be repaired again; 0: now."""
         contest = self._current(key, now)
         if contest is None or contest.repairs < FREE_REPAIRS:
             return 0.0
@@ -39,28 +39,28 @@ class Contests:
         return max(0.0, contest.at + pause - now)
 
     def repaired(self, key: Hashable, now: float, rival: str | None) -> None:
-        """It was brought back to what it should be. `rival`: the field manager that had changed it, where that is known."""
+        """Record a repair. `rival`: the field manager that had changed the object, if known."""
         contest = self._current(key, now) or _Contest(0, now, None)
         contest.repairs, contest.at, contest.rival = contest.repairs + 1, now, rival or contest.rival
-        self._found[key] = contest
-        self._found.move_to_end(key)
-        while len(self._found) > MAX_CONTESTS:
-            self._found.popitem(last=False)
+        self._contests[key] = contest
+        self._contests.move_to_end(key)
+        while len(self._contests) > MAX_CONTESTS:
+            self._contests.popitem(last=False)
 
     def against(self, key: Hashable, now: float) -> str | None:
-        """Who keeps changing it, in words; None while it is left alone."""
+        """The client that keeps changing the object, in words; None if none does."""
         contest = self._current(key, now)
         if contest is None or contest.repairs < FREE_REPAIRS:
             return None
         return f'field manager "{contest.rival}"' if contest.rival else "another client"
 
     def forget(self, key: Hashable) -> None:
-        """It was removed."""
-        self._found.pop(key, None)
+        """Forget the repairs of an object that was removed."""
+        self._contests.pop(key, None)
 
     def _current(self, key: Hashable, now: float) -> _Contest | None:
-        contest = self._found.get(key)
+        contest = self._contests.get(key)
         if contest is not None and now - contest.at > CALM_SECONDS:
-            del self._found[key]
+            del self._contests[key]
             return None
         return contest

@@ -1,4 +1,4 @@
-"""What all parts of a reconcile pass use: the cluster, Events, metrics, and which deployment it is. Independent of parts."""
+"""Context of a reconcile pass: the cluster, Events, metrics, and the deployment's name. Independent of the parts of a pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """What the parts of a pass share, for one deployment."""
+    """Context shared by all parts of a pass over one deployment."""
 
     cluster: Cluster
     events: EventRecorder
@@ -32,6 +32,6 @@ class PassContext:
         self.events.report(body, problem.reason, str(problem), warning=True)
 
     def refused(self, child: Child | None, error: RefusedError) -> Problem:
-        """The problem with one object that the API server refused; the other objects are still processed."""
+        """Count an object that the API server refused, and return the problem. Other objects are still processed."""
         self.metrics.objects.labels("refused").inc()
         return refusal((child and child.component) or "pool", str(error), child.revision if child else None)

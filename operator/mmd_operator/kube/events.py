@@ -1,7 +1,7 @@
 """Kubernetes Events about deployments: best effort, correlated and bounded like those of client-go's recorder.
 
 `report` never waits and never fails: one writer sends Events in the background. A repeated Event raises `count` and `lastTimestamp` of
-the object that exists; many similar ones share one object. What cannot be written is dropped, logged and counted.
+the existing object; many similar Events share one object. An Event that cannot be written is dropped, logged and counted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mmd_operator.observed.observed import FIELD_MANAGER
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
-"""How many distinct Events are kept to recognise repetitions; the least recently reported goes first."""
+"""Distinct Events kept to recognise repetitions; the least recently reported is dropped first."""
 MAX_PENDING = 1000
 SIMILAR_EVENTS = 10
 SIMILAR_SECONDS = 600.0
-"""This many different messages of one reason within this time are distinct Events; further ones share one object."""
+"""This many different messages with one reason within this time are distinct Events; further messages share one object."""
 OBJECT_BURST = 50.0
 OBJECT_REFILL_SECONDS = 10.0
 """Rate limit for the Events of one deployment: after a burst, one per this many seconds."""
@@ -40,15 +40,15 @@ FLUSH_SECONDS = 5.0
 MAX_MESSAGE_CHARACTERS = 1000
 COMBINED = "(combined from similar events): "
 Events = list[tuple[str, str]]
-"""Reason and message of each."""
+"""Reason and message of each Event."""
 _Key = TypeVar("_Key")
 _Group = tuple[str, str, str, str]
-"""Namespace and name of the deployment with its UID, type and reason."""
+"""A deployment's namespace/name and UID, and the type and reason of an Event."""
 
 
 @dataclass(slots=True)
 class _Event:
-    """One Event object: as it should be, and whether it was created."""
+    """One Event object: its desired content, and whether it was created."""
 
     about: Mapping[str, str]
     type: str
@@ -77,13 +77,13 @@ class _Event:
         }
 
     def progress(self) -> dict[str, Any]:
-        """What a repetition changes."""
+        """Fields that a repetition changes."""
         return {"count": self.count, "lastTimestamp": _text(self.last), "message": self.message}
 
 
 @dataclass(slots=True)
 class _Similar:
-    """Messages of one reason about one deployment."""
+    """Messages with one reason about one deployment."""
 
     since: float
     messages: set[str] = field(default_factory=set)
@@ -91,14 +91,14 @@ class _Similar:
 
 @dataclass(slots=True)
 class _Bucket:
-    """How many Events a deployment may still report."""
+    """Token bucket with the number of Events that a deployment may still report."""
 
     tokens: float
     at: float
 
 
 class EventRecorder:
-    """Events of all deployments, written by one task (`run`)."""
+    """Recorder of Events about all deployments. One task (`run`) writes them."""
 
     def __init__(self, cluster: Cluster, metrics: OperatorMetrics, pauses: Pauses) -> None:
         self._cluster, self._metrics, self._pauses = cluster, metrics, pauses
@@ -111,7 +111,7 @@ class EventRecorder:
         self._idle.set()
 
     def report(self, about: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
-        """Record an Event about a deployment. Returns at once; drops the Event where too many were reported."""
+        """Record an Event about a deployment. Returns at once, and drops the Event if too many were reported."""
         metadata, now = about["metadata"], time.monotonic()
         message = message[:MAX_MESSAGE_CHARACTERS]
         uid, kind = metadata["uid"], "Warning" if warning else "Normal"
@@ -133,7 +133,7 @@ class EventRecorder:
         self._work.set()
 
     async def run(self) -> None:
-        """Write what is reported, until cancelled."""
+        """Write reported Events until cancelled."""
         while True:
             await self._work.wait()
             while self._pending:
@@ -145,7 +145,7 @@ class EventRecorder:
                     self._dropped(group, str(error))
                 except NotLeaderError:
                     return  # the process ends
-                except Exception:  # a bug that one Event meets must not stop the others
+                except Exception:  # a bug met by one Event must not stop the others
                     logger.exception("%s: failed to write Event %s", group[0], group[3])
             self._work.clear()
             self._idle.set()
@@ -180,7 +180,7 @@ class EventRecorder:
                 await asyncio.sleep(min(high, pause) * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def _aggregated(self, group: _Group, message: str, now: float) -> str:
-        """The message, marked as combined where its reason has had many different ones lately."""
+        """The message, marked as combined if its reason recently had many different messages."""
         similar = self._similar.get(group)
         if similar is None or now - similar.since > SIMILAR_SECONDS:
             similar = self._similar[group] = _Similar(now)
@@ -205,10 +205,10 @@ class EventRecorder:
         logger.info("%s: failed to write Event %s: %s", group[0], group[3], why)
 
 
-def _touch(entries: OrderedDict[_Key, Any], key: _Key, most: int) -> None:
-    """Mark an entry as used last, and forget the ones used longest ago."""
+def _touch(entries: OrderedDict[_Key, Any], key: _Key, max_entries: int) -> None:
+    """Mark an entry as the most recently used, and forget the least recently used ones."""
     entries.move_to_end(key)
-    while len(entries) > most:
+    while len(entries) > max_entries:
         entries.popitem(last=False)
 
 

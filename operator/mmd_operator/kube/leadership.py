@@ -1,8 +1,8 @@
-"""One operator acts at a time: a Lease that is held, renewed and given back. Independent of deployments.
+"""Leader election: one operator acts at a time, under a Lease that it holds, renews and gives back. Independent of deployments.
 
-The rules are those of client-go's leaderelection: a lease of another counts as held until this process has seen it unchanged for
-its whole duration on its own clock, so clocks of machines need not agree. The client library's own election is not used: its lock
-cannot be created (it gives `pretty` a boolean, which its generated API refuses), and one lost connection ends it.
+The rules are those of client-go's leaderelection: another process's lease counts as held until this process has seen it unchanged
+for its whole duration, on its own clock. The clocks of machines need not agree. The client library's own election is not used: its lock
+cannot be created (it passes a boolean as `pretty`, which its generated API rejects), and one lost connection ends the election.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 LEASE_NAME = "multimodal-operator"
 LEASE_SECONDS = 15
 SAFE_SECONDS = 10.0
-"""Without a renewal for this long, this process stops acting: well before another may begin."""
+"""This process stops acting after this long without a renewal, well before another may begin."""
 CALL_SECONDS = 4.0
 _FAILED_CALL = (ApiException, *UNREACHABLE)
 
 
 class NotLeaderError(RuntimeError):
-    """This process may not write: its lease is not held, or may have gone to another."""
+    """This process may not write: it does not hold the lease, or another process may have acquired it."""
 
 
 class Leadership:
@@ -49,10 +49,8 @@ class Leadership:
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._renewed: float | None = None
         self._last_attempt = time.monotonic()
-        self._other: tuple[str, float] = (
-            "",
-            0.0,
-        )  # another's lease: its version, and when that was first seen
+        # version of another process's lease, and when it was first seen
+        self._foreign_lease: tuple[str, float] = ("", 0.0)
 
     @property
     def held(self) -> bool:
@@ -60,7 +58,7 @@ class Leadership:
         return self._renewed is not None and time.monotonic() - self._renewed < SAFE_SECONDS
 
     def fence(self) -> None:
-        """Called before every write.
+        """Check that the lease is held; called before every write.
 
         Raises:
             NotLeaderError: the lease is not held; a process that slept too long finds out here.
@@ -74,7 +72,7 @@ class Leadership:
         return time.monotonic() - self._last_attempt
 
     async def lead(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Wait for the lease, then work until the work ends or the lease is lost; work is cancelled then.
+        """Wait for the lease, then run `work` until it ends; it is cancelled if the lease is lost.
 
         Raises:
             NotLeaderError: the lease was lost.
@@ -82,20 +80,20 @@ class Leadership:
         while not await self._try():
             await asyncio.sleep(self._pauses.lease_seconds)
         logger.info("%s is the leader", self.identity)
-        working = asyncio.ensure_future(work())
+        task = asyncio.ensure_future(work())
         try:
             while self.held:
-                done, _ = await asyncio.wait({working}, timeout=self._pauses.lease_seconds)
+                done, _ = await asyncio.wait({task}, timeout=self._pauses.lease_seconds)
                 if done:
-                    return await working
+                    return await task
                 await self._try()
             raise NotLeaderError(
                 f"the lease {LEASE_NAME} was lost; exiting so that another replica can take over"
             )
         finally:
-            if not working.done():
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
             if self.held:
                 await self._give_back()
 
@@ -106,7 +104,7 @@ class Leadership:
             async with asyncio.timeout(CALL_SECONDS):
                 taken = await self._take(started)
         except _FAILED_CALL as error:
-            if not (isinstance(error, ApiException) and error.status == 409):  # another was faster
+            if not (isinstance(error, ApiException) and error.status == 409):  # another process was faster
                 logger.warning("failed to write the lease: %s", str(error) or repr(error))
             return False
         if taken:
@@ -122,9 +120,9 @@ class Leadership:
         holder, transitions = spec.get("holderIdentity"), spec.get("leaseTransitions", 0)
         if holder not in (self.identity, None, ""):
             self._renewed = None
-            if self._other[0] != version:
-                self._other = (version, now)
-            if now - self._other[1] < spec.get("leaseDurationSeconds", LEASE_SECONDS):
+            if self._foreign_lease[0] != version:
+                self._foreign_lease = (version, now)
+            if now - self._foreign_lease[1] < spec.get("leaseDurationSeconds", LEASE_SECONDS):
                 return False
         path = f"{self._collection}/{LEASE_NAME}"
         transitions += holder != self.identity
@@ -153,18 +151,18 @@ class Leadership:
         path: str,
         body: dict[str, Any],
         transitions: int,
-        held: dict[str, Any] | None = None,
+        previous_spec: dict[str, Any] | None = None,
     ) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {
             "holderIdentity": self.identity,
             "leaseDurationSeconds": LEASE_SECONDS,
-            "acquireTime": (held or {}).get("acquireTime", now),
+            "acquireTime": (previous_spec or {}).get("acquireTime", now),
             "renewTime": now,
             "leaseTransitions": transitions,
         }
-        whole = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **body, "spec": spec}
-        await self._call(method, path, whole)
+        lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **body, "spec": spec}
+        await self._call(method, path, lease)
 
     async def _give_back(self) -> None:
         """Release the lease, so that the next leader need not wait for it to expire."""

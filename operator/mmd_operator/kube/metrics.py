@@ -1,7 +1,7 @@
-"""What the operator exposes to Prometheus about itself and every deployment that it manages. Independent of the API server.
+"""Prometheus metrics of the operator and of every deployment that it manages. Independent of the API server.
 
-Counted events of the operator live in prometheus-client's own metrics. What belongs to one deployment is read off its loop at every
-scrape, so that nothing of a deployment outlives it.
+The operator's own counts live in prometheus-client's metrics. The numbers of a deployment are read from its loop at every scrape, so
+that no number outlives its deployment.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 @dataclass(slots=True)
 class Counts:
-    """What was counted of one deployment since this operator first saw it."""
+    """Counts of one deployment since this operator first saw it."""
 
-    decisions: Counter[tuple[PoolName, Direction, str]] = field(default_factory=Counter)  # with the reason
+    decisions: Counter[tuple[PoolName, Direction, str]] = field(default_factory=Counter)  # str: the reason
     drains: Counter[tuple[PoolName, DrainOutcome]] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSnapshot:
-    """One deployment now. `bounds` are the least and most replicas of the pools that are scaled."""
+    """State of one deployment now. `bounds`: minimum and maximum replicas of each scaled pool."""
 
     namespace: str
     name: str
@@ -63,11 +63,11 @@ class DeploymentSnapshot:
     decisions: Mapping[PoolName, Decision] = field(default_factory=dict)
     bounds: Mapping[PoolName, tuple[int, int]] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    failing_seconds: float = 0.0  # since every pass fails
+    failing_seconds: float = 0.0  # time for which every pass has failed
 
 
 class OperatorMetrics(MetricTable):
-    """The operator's part of the catalogue. `deployments` is called at every scrape."""
+    """The operator's part of the metric catalogue. `deployments` is called at every scrape."""
 
     LABELS: ClassVar[Mapping[str, str]] = {
         "namespace": "of the deployment",
@@ -244,7 +244,7 @@ class OperatorMetrics(MetricTable):
         self.registry.register(_Families(self))
 
     def empty_families(self) -> dict[str, Family]:
-        """All families, without a sample."""
+        """All families, without samples."""
         return {
             name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(
                 name, text, labels=labels
@@ -253,60 +253,66 @@ class OperatorMetrics(MetricTable):
         }
 
     def of_deployments(self) -> Iterator[Metric]:
-        """The families that are read off the loops, filled with what the loops show now."""
-        made = self.empty_families()
+        """Families read from the deployments' loops, filled with their current values."""
+        families = self.empty_families()
         for snapshot in self.deployments():
-            whose = [snapshot.namespace, snapshot.name]
+            deployment_labels = [snapshot.namespace, snapshot.name]
             for condition in snapshot.conditions:
                 truth = float(condition.status == "True")
-                made[self._conditions].add_metric([*whose, condition.type, condition.reason], truth)
-            made[self._failing].add_metric(whose, snapshot.failing_seconds)
+                families[self._conditions].add_metric(
+                    [*deployment_labels, condition.type, condition.reason], truth
+                )
+            families[self._failing].add_metric(deployment_labels, snapshot.failing_seconds)
             pods = Counter[tuple[str, str]]()
             for problem in snapshot.problems:
                 pods[problem.component, problem.reason] += problem.pods
             for labels, count in pods.items():
-                made[self._problems].add_metric([*whose, *labels], count)
+                families[self._problems].add_metric([*deployment_labels, *labels], count)
             for pool, status in snapshot.pools.items():
                 counts = {"desired": status.desired, "ready": status.ready, "draining": status.draining}
                 for state, count in counts.items():
-                    made[self._replicas].add_metric([*whose, pool, state], count)
-            self._scaling(made, snapshot, whose)
-            for decided, count in snapshot.counts.decisions.items():
-                made[self._decisions].add_metric([*whose, *decided], count)
-            for drained, count in snapshot.counts.drains.items():
-                made[self._drains].add_metric([*whose, *drained], count)
-        yield from made.values()
+                    families[self._replicas].add_metric([*deployment_labels, pool, state], count)
+            self._scaling(families, snapshot, deployment_labels)
+            for decision_labels, count in snapshot.counts.decisions.items():
+                families[self._decisions].add_metric([*deployment_labels, *decision_labels], count)
+            for drain_labels, count in snapshot.counts.drains.items():
+                families[self._drains].add_metric([*deployment_labels, *drain_labels], count)
+        yield from families.values()
 
-    def _scaling(self, made: Mapping[str, Family], snapshot: DeploymentSnapshot, whose: list[str]) -> None:
+    def _scaling(
+        self, families: Mapping[str, Family], snapshot: DeploymentSnapshot, deployment_labels: list[str]
+    ) -> None:
         for pool, decision in snapshot.decisions.items():
-            least, most = snapshot.bounds[pool]
+            minimum, maximum = snapshot.bounds[pool]
             sizes = {
                 "wanted": decision.wanted,
                 "decided": decision.replicas,
-                "minimum": least,
-                "maximum": most,
+                "minimum": minimum,
+                "maximum": maximum,
             }
             for size, count in sizes.items():
-                made[self._sizes].add_metric([*whose, pool, size], count)
+                families[self._sizes].add_metric([*deployment_labels, pool, size], count)
             for signal in decision.signals:
-                made[self._signals].add_metric([*whose, pool, signal.metric], signal.observed)
+                families[self._signals].add_metric([*deployment_labels, pool, signal.metric], signal.observed)
                 if signal.target:
-                    made[self._targets].add_metric([*whose, pool, signal.metric], signal.target)
+                    families[self._targets].add_metric(
+                        [*deployment_labels, pool, signal.metric], signal.target
+                    )
             if decision.limited_by is not None:
-                made[self._limits].add_metric([*whose, pool, decision.limited_by], 1)
-            made[self._missing].add_metric([*whose, pool], len(decision.missing))
+                families[self._limits].add_metric([*deployment_labels, pool, decision.limited_by], 1)
+            families[self._missing].add_metric([*deployment_labels, pool], len(decision.missing))
 
 
 class _Families(Collector):
-    """Metrics without their own memory: filled at every scrape."""
+    """Stateless collector: metrics are filled at every scrape."""
 
     def __init__(self, table: OperatorMetrics) -> None:
         self._table = table
 
     def describe(self) -> Iterable[Metric]:
-        """The names that are taken, for the registry."""
+        """Metrics without values, for the registry's list of names."""
         return self._table.empty_families().values()
 
     def collect(self) -> Iterable[Metric]:
-        """The current values."""
+        """Metrics with their current values."""
         return self._table.of_deployments()

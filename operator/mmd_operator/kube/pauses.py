@@ -1,6 +1,6 @@
-"""The operator's pauses, in one place: between looks at what it does not watch, before a repeated attempt, between decisions.
+"""The operator's pauses, in one place: between polls of unwatched objects, before retries, between decisions.
 
-How long it waits for others (a lease, a deadline, the answer to a call, a watch that lags) is no pause and stays with the part that waits.
+A wait for others (a lease, a deadline, the answer to a call, a lagging watch) is not a pause, and stays with the part that waits.
 """
 
 from __future__ import annotations
@@ -10,59 +10,59 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Pauses in seconds. Where a pause grows, `first` is its least and `last` its most."""
+    """Pauses in seconds. If a pause grows, `first` is its minimum and `last` its maximum."""
 
     gather_seconds: float = 0.05
-    """After the first of a burst of changes, so that one pass sees them all."""
+    """Pause after the first change of a burst, so that one pass sees the whole burst."""
     moving_seconds: float = 5.0
-    """Between passes over a deployment that is not settled."""
+    """Pause between passes over a deployment that is not settled."""
     resync_seconds: float = 60.0
-    """Between passes over a deployment that is settled."""
+    """Pause between passes over a settled deployment."""
     first_retry_seconds: float = 0.2
     last_retry_seconds: float = 60.0
-    """After a failed pass."""
+    """Pause after a failed pass."""
 
     tick_seconds: float = 2.0
-    """Between ticks of the autoscaler."""
+    """Pause between ticks of the autoscaler."""
     last_tick_seconds: float = 30.0
-    """Between ticks that keep failing."""
+    """Longest pause between ticks that keep failing."""
 
     namespace_seconds: float = 2.0
-    """Between looks at a namespace with a deployment; more where there are more than ten."""
+    """Pause between polls of a namespace with a deployment; longer if there are more than ten such namespaces."""
     sweep_seconds: float = 60.0
-    """Between lists of a kind that find what a watch has missed."""
+    """Pause between lists of a kind, which find deletions that a watch has missed."""
     sweep_retry_seconds: float = 1.0
-    """After a list that failed; doubled for each further failure, up to `sweep_seconds`."""
+    """Pause after a failed list; doubled for each further failure, up to `sweep_seconds`."""
     sweep_settle_seconds: float = 0.5
-    """After a watch restarts, so that its own list arrives first."""
+    """Pause after a watch restarts, so that its own list arrives first."""
 
     first_secret_seconds: float = 5.0
     last_secret_seconds: float = 600.0
-    """Between looks at the Secret with the passwords of NATS."""
+    """Pause between polls of the Secret with the passwords of NATS."""
     gateway_secrets_seconds: float = 30.0
-    """Between looks at the Secrets of gateways."""
+    """Pause between polls of the Secrets of gateways."""
     bad_secret_seconds: float = 4.0
-    """Between looks at a Secret of either kind while there is a problem with it."""
+    """Pause between polls of a Secret of either kind that has a problem."""
     download_seconds: float = 5.0
-    """Between looks at a pod that downloads weights: the status that one changes wakes the next pass."""
+    """Pause between polls of a pod that downloads weights. A status that a poll changes wakes the next pass."""
 
     first_contest_seconds: float = 5.0
     last_contest_seconds: float = 300.0
-    """Between repairs of what another client keeps changing."""
+    """Pause between repairs of an object that another client keeps changing."""
     warnings_seconds: float = 30.0
-    """Between reads of the Events about a workload that is short of pods."""
+    """Pause between reads of the Events about a workload that is short of pods."""
     not_served_seconds: float = 15.0
-    """Between attempts with a kind that the API server does not serve."""
+    """Pause between attempts with a kind that the API server does not serve."""
     first_event_retry_seconds: float = 0.5
     last_event_retry_seconds: float = 30.0
-    """After an Event could not be written."""
+    """Pause after an Event could not be written."""
     record_retry_seconds: float = 5.0
-    """After a spec could not be recorded."""
+    """Pause after a spec could not be recorded."""
     refused_record_seconds: float = 60.0
-    """The same where the API server refused it."""
+    """Pause after the API server refused to record a spec."""
 
     lease_seconds: float = 2.0
-    """Between attempts to take the Lease, and between its renewals."""
+    """Pause between attempts to acquire the Lease, and between its renewals."""
 
 
 PRODUCTION = Pauses()

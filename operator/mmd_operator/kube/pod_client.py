@@ -1,4 +1,4 @@
-"""Fetches reports from pods over HTTP, each within a deadline and a size limit. Independent of what they mean."""
+"""Client that fetches reports from pods over HTTP, each within a deadline and a size limit. Independent of their meaning."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ReportFetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, address: str, port: int, path: str, max_bytes: int) -> bytes:
-        """The body of an answer; at most one byte more than `max_bytes` of it.
+        """Fetch the body of an answer, at most one byte more than `max_bytes`.
 
         Raises:
-            NoAnswerError: see there.
+            NoAnswerError: see the class.
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(

@@ -1,4 +1,4 @@
-"""The time as a status shows it."""
+"""Time at the resolution of a status."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from datetime import UTC, datetime
 
 
 def now() -> datetime:
-    """The present second, in UTC."""
+    """The current time in UTC, without fractions of a second."""
     return datetime.now(UTC).replace(microsecond=0)
