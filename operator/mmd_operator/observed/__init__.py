@@ -1,1 +1,1 @@
-"""What the operator has seen of a deployment's objects and pods, and what is wrong with them. Pure."""
+"""The observed state of a deployment's objects and pods, and their problems. Pure."""

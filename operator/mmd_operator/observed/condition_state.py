@@ -12,7 +12,7 @@ Truth = Literal["True", "False", "Unknown"]
 
 @dataclass(frozen=True, slots=True)
 class ConditionState:
-    """A condition as it is now; the time of its last transition is added later, by `conditions.dated`."""
+    """Current state of a condition. `conditions.dated` adds the time of its last transition later."""
 
     type: ConditionType
     status: Truth

@@ -1,6 +1,6 @@
-"""What the operator has seen of a deployment's objects and pods: small frozen projections of what the API server sent.
+"""Observed state of a deployment's objects and pods: small frozen projections of what the API server sent.
 
-Pure: independent of kopf and Kubernetes clients, and keeps nothing that no decision reads.
+Pure: independent of kopf and Kubernetes clients. Keeps only what some decision reads.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mmd_operator.resources.workload_kinds import POOL_KINDS, WORKER_INDEX_LABEL
 FIELD_MANAGER = "multimodal-operator"
 SCALER_FIELD_MANAGER = "multimodal-operator-scaler"
 SURGE_FIELD_MANAGER = "multimodal-operator-surge"
-"""Alone owns the size of a pool that has one pod more while its only pod is replaced."""
+"""Sole owner of the size of a pool that has one pod more while its only pod is replaced."""
 OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MAX_TEXT_CHARACTERS = 400
 NO_CLAIM = "cannot allocate all claims"
-"""Words of the scheduler about a pod whose ResourceClaims no node can serve."""
+"""The scheduler's words about a pod whose ResourceClaims no node can serve."""
 FAILING_RESTARTS = 3
-"""A container that ended fewer times may have met something temporary, such as NATS still starting."""
+"""Restarts from which a container is failing. Fewer may have a temporary cause, such as NATS still starting."""
 Body = Mapping[str, Any]
 ObjectKey = tuple[str, str]
 """Kind and name of an object in the deployment's namespace."""
@@ -57,40 +57,44 @@ def manifest_key(manifest: Body) -> ObjectKey:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The state of a Deployment, StatefulSet or LeaderWorkerSet. Counts are of replicas, each a pod or a group of pods, and leave out
-    those that are being deleted."""
+    """State of a Deployment, StatefulSet or LeaderWorkerSet.
+
+    Counts are in replicas, each a pod or a group of pods, and leave out those that are being deleted.
+    """
 
     replicas: int
     current: int
     ready: int
     updated: int
     seen: bool  # the controller has acted on the newest spec
-    template_revision: str | None  # pipeline revision of the pods it makes
+    template_revision: str | None  # pipeline revision of the pods it creates
     replicas_released: bool  # `spec.replicas` would survive an apply that leaves it out
-    failure: str | None  # why it cannot make pods, if its status reports that
-    inputs: str | None = None  # what the pods of its template are made from
-    gpus: int = 0  # of each replica
-    group_size: int = 1  # pods of each replica
-    sized_by: str | None = None  # the field manager, other than ours, that gave it its present size
-    on_delete: bool = False  # its pods are replaced by us, not by its controller
+    failure: str | None  # why it cannot create pods, if its status says so
+    inputs: str | None = None  # hash of what the pods of its template are made from
+    gpus: int = 0  # GPUs per replica
+    group_size: int = 1  # pods per replica
+    sized_by: str | None = None  # field manager, other than ours, that set its present size
+    on_delete: bool = False  # the operator replaces its pods, and its controller does not
     surged: bool = False  # it has one pod more than its size while its only pod is replaced
 
     @property
     def rolled(self) -> bool:
-        """Whether every pod is there and Ready, and none is left of an older template that its controller replaces."""
+        """Whether every pod exists and is Ready, and no pod remains of an older template that its controller replaces."""
         updated = self.on_delete or self.updated == self.replicas
         return self.seen and updated and self.ready == self.current == self.replicas
 
     @property
     def unit(self) -> str:
-        """What is counted, for messages."""
+        """Unit of the counts, for messages."""
         return "pods" if self.group_size == 1 else f"groups of {self.group_size} pods"
 
 
 @dataclass(frozen=True, slots=True)
 class ParentReport:
-    """What a controller of the Gateway API reports of an object for one of its parents. `verdicts`: by type of condition, status and
-    words; those about an older spec are left out."""
+    """Report of a Gateway API controller about an object and one of its parents.
+
+    `verdicts`: status and message by condition type, without conditions about an older spec.
+    """
 
     namespace: str
     name: str
@@ -100,7 +104,7 @@ class ParentReport:
 
 @dataclass(frozen=True, slots=True)
 class RequestedSize:
-    """The size that a MultimodalPool asks for, the field manager other than ours that set it, and what its status reports."""
+    """Requested size of a MultimodalPool, the field manager other than ours that set it, and the object's status."""
 
     replicas: int
     set_by: str | None
@@ -109,7 +113,7 @@ class RequestedSize:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How a Job ended, if it has. `failed_at`: Unix seconds; `failure`: the controller's words."""
+    """Outcome of a Job, if it has ended. `failed_at`: Unix seconds. `failure`: the controller's words."""
 
     complete: bool = False
     failed_at: float | None = None
@@ -124,18 +128,18 @@ class Child:
     name: str
     uid: str
     resource_version: str
-    owner_uid: str | None  # of the controlling owner
+    owner_uid: str | None  # UID of the controlling owner
     component: str | None
     revision: str | None  # pipeline revision it comes and goes with
-    fingerprint: str  # of everything but status, sizes and bookkeeping
+    fingerprint: str  # hash of everything but status, sizes and bookkeeping
     deleting: bool
     workload: Workload | None
     built: str | None = None  # digest of the pod template as its builder wrote it
     applied: str | None = None  # digest of the pod template as the operator's last apply left it
-    rival: str | None = None  # the field manager, other than ours, that changed it last
-    parents: tuple[ParentReport, ...] = ()  # of a route
-    requested: RequestedSize | None = None  # of a MultimodalPool
-    job: JobState | None = None  # of a Job
+    rival: str | None = None  # field manager, other than ours, that changed it last
+    parents: tuple[ParentReport, ...] = ()  # reports about a route
+    requested: RequestedSize | None = None  # set for a MultimodalPool
+    job: JobState | None = None  # set for a Job
 
     @property
     def key(self) -> ObjectKey:
@@ -144,13 +148,13 @@ class Child:
 
     @property
     def is_sized(self) -> bool:
-        """Whether it is of a kind that pools are made of."""
+        """Whether pools are made of its kind."""
         return self.kind in POOL_KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """One pod: whether it takes work, and the reason when it does not."""
+    """One pod: whether it takes work, and the reason if it does not."""
 
     name: str
     uid: str
@@ -165,33 +169,33 @@ class PodView:
     scheduled: bool
     unschedulable: str | None  # the scheduler's words
     unschedulable_since: float | None  # Unix seconds
-    starting_since: float  # Unix seconds at which the present try to become Ready began
+    starting_since: float  # Unix seconds at which the present attempt to become Ready began
     failing: bool  # its container ended several times, the last time without having become Ready
-    waiting_reason: str | None  # of the first container that waits
+    waiting_reason: str | None  # reason of the first waiting container
     waiting_message: str
     restarts: int
-    exit_code: int | None  # of the last run that ended
+    exit_code: int | None  # exit code of the last run that ended
     exit_reason: str | None
     last_words: str  # what the container wrote when it ended
-    inputs: str | None = None  # what it was made from
-    image_id: str | None = None  # of its own container, by digest; not of one that was injected
-    report_port: int = ADMIN_PORT  # where it answers about its load
-    gpus: int = 0  # its own, which its template may no longer have
-    gpu_resource: str = NVIDIA_GPU  # what the scheduler calls them
-    keys_secret: str | None = None  # with the API keys that it follows, which its template may no longer name
-    tls_secret: str | None = None  # the same of its TLS certificate
-    finished: bool = False  # its containers have ended for good, as those of a pod that was evicted
+    inputs: str | None = None  # hash of what it was made from
+    image_id: str | None = None  # image of its own container, by digest, not of an injected one
+    report_port: int = ADMIN_PORT  # port of its load reports
+    gpus: int = 0  # its own number, which its template may no longer have
+    gpu_resource: str = NVIDIA_GPU  # the scheduler's name for its GPUs
+    keys_secret: str | None = None  # Secret of its API keys, which its template may no longer name
+    tls_secret: str | None = None  # Secret of its TLS certificate, which its template may no longer name
+    finished: bool = False  # its containers have ended for good, as after an eviction
     has_picker: bool = False  # Gateways may ask it which gateway pod takes a request
-    group_rank: int | None = None  # place in its group of pods; None: it is in none
+    group_rank: int | None = None  # place in its group of pods; None: it has no group
 
     @property
     def leads(self) -> bool:
-        """Whether it stands for a replica, takes work and reports: it is the only pod of it, or the first of its group."""
+        """Whether it stands for its replica, takes work and reports: it is the only pod, or the first of its group."""
         return not self.group_rank
 
     @property
     def group(self) -> str | None:
-        """Its group, which has the name of its leader."""
+        """Name of its group, which is its leader's name."""
         if self.group_rank is None:
             return None
         return self.name if self.leads else self.name.rpartition("-")[0]
@@ -209,16 +213,16 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class PoolGrowth:
-    """A size that a pool was given and that is larger than the one it had."""
+    """A new size of a pool, larger than its previous one."""
 
     replicas: int
-    gpus: int  # of each replica
+    gpus: int  # GPUs per replica
     revision: str | None
-    uid: str | None  # of the pool's workload; None: it is created with this size
+    uid: str | None  # UID of the pool's workload; None: the workload is created with this size
 
     @classmethod
     def to(cls, replicas: int, child: Child) -> PoolGrowth | None:
-        """That of an existing pool; None where it does not become larger."""
+        """Growth of an existing pool; None if it does not become larger."""
         if child.workload is None or replicas <= child.workload.replicas:
             return None
         return cls(replicas, child.workload.gpus, child.revision, child.uid)
@@ -226,22 +230,22 @@ class PoolGrowth:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """All of one deployment. `growth`: by name of the workload, what was decided and the watch does not show yet."""
+    """All objects and pods of one deployment. `growth`: decided sizes that the watch does not show yet, by workload name."""
 
     children: Mapping[ObjectKey, Child] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
 
     def sized(self, name: str) -> Child | None:
-        """A StatefulSet or LeaderWorkerSet by name: no two have the same."""
+        """A StatefulSet or LeaderWorkerSet by name. No two of them have the same name."""
         return next((c for kind in POOL_KINDS if (c := self.children.get((kind, name))) is not None), None)
 
     def requested(self, name: str) -> Child | None:
-        """A MultimodalPool by name: labels anybody may copy."""
+        """A MultimodalPool by name, since anybody may copy labels."""
         return self.children.get((POOL_KIND, name))
 
     def requested_for(self, workload: Child) -> Child | None:
-        """The MultimodalPool of a pool that has this workload: that of the same owner."""
+        """The MultimodalPool of this workload's pool: the one with the same owner."""
         return next(
             (
                 child
@@ -254,12 +258,12 @@ class Observed:
         )
 
     def pods_of(self, component: str) -> tuple[PodView, ...]:
-        """Pods of one component over all revisions; of a group, the leader."""
+        """Pods of one component across all revisions; for each group, only the leader."""
         return tuple(pod for pod in self.pods if pod.component == component and pod.leads)
 
 
 def deployment_key(body: Body) -> tuple[str, str]:
-    """Namespace and name of the deployment that an object's labels name."""
+    """Namespace and name of the deployment in an object's labels."""
     metadata = body["metadata"]
     return metadata["namespace"], metadata["labels"][DEPLOYMENT_LABEL]
 
@@ -289,10 +293,12 @@ def child_of(kind: str, body: Body) -> Child:
 
 
 def _job_state(body: Body) -> JobState:
-    held = {c["type"]: c for c in body.get("status", {}).get("conditions") or () if c["status"] == "True"}
-    failed = held.get("Failed")
+    conditions = {
+        c["type"]: c for c in body.get("status", {}).get("conditions") or () if c["status"] == "True"
+    }
+    failed = conditions.get("Failed")
     if failed is None:
-        return JobState(complete="Complete" in held)
+        return JobState(complete="Complete" in conditions)
     words = _text(f"{failed.get('reason', '')}: {failed.get('message', '')}")
     return JobState(failed_at=unix_seconds(failed.get("lastTransitionTime")) or 0.0, failure=words)
 
@@ -306,7 +312,7 @@ def _requested_size(body: Body) -> RequestedSize:
 
 
 def _parent_reports(body: Body) -> tuple[ParentReport, ...]:
-    """Other kinds have no such field."""
+    """Reports about a route's parents; objects of other kinds have none."""
     generation = body["metadata"].get("generation", 0)
     return tuple(
         ParentReport(
@@ -324,29 +330,31 @@ def _parent_reports(body: Body) -> tuple[ParentReport, ...]:
 
 
 def rival_of(managed_fields: Any, *, of_status: bool = False) -> str | None:
-    """The field manager, other than ours, that wrote an object, or its status, last; None if none has since ours.
+    """The field manager, other than ours, that last wrote an object or its status; None if none has since ours.
 
     A client that only removed something leaves no trace there.
     """
-    written = [
+    writes = [
         (str(entry.get("time", "")), str(entry["manager"]))
         for entry in managed_fields
         if entry.get("manager") is not None and (entry.get("subresource") == "status") == of_status
     ]
-    ours = max((time for time, manager in written if manager == FIELD_MANAGER), default="")
+    last_own_write = max((time for time, manager in writes if manager == FIELD_MANAGER), default="")
     others = [
-        (time, manager) for time, manager in written if manager not in OUR_FIELD_MANAGERS and time >= ours
+        (time, manager)
+        for time, manager in writes
+        if manager not in OUR_FIELD_MANAGERS and time >= last_own_write
     ]
     return max(others)[1] if others else None
 
 
 def controlling_owner(metadata: Body) -> str | None:
-    """UID of the owner that controls an object."""
+    """UID of an object's controlling owner."""
     return next((o["uid"] for o in metadata.get("ownerReferences", ()) if o.get("controller")), None)
 
 
 def fingerprint(body: Body) -> str:
-    """Changes when any client changes the object, except its status, its size and its bookkeeping."""
+    """Hash that changes when any client changes the object, except for status, size and bookkeeping."""
     metadata = {
         key: value
         for key, value in body["metadata"].items()
@@ -375,14 +383,14 @@ def pod_of(body: Body) -> PodView:
     no_node = scheduled.get("reason") == "Unschedulable" and scheduled.get("status") != "True"
     created = unix_seconds(metadata.get("creationTimestamp")) or 0.0
     states = [s for s in status.get("containerStatuses", ()) if s]
-    own = container_name(labels.get(COMPONENT_LABEL, ""))
-    began_running = (unix_seconds(s.get("state", {}).get("running", {}).get("startedAt")) for s in states)
-    running = [at for at in began_running if at]
-    since_ready = unix_seconds(conditions.get("Ready", {}).get("lastTransitionTime")) or created
-    has_node = unix_seconds(scheduled.get("lastTransitionTime")) or created
+    own_container = container_name(labels.get(COMPONENT_LABEL, ""))
+    running_starts = (unix_seconds(s.get("state", {}).get("running", {}).get("startedAt")) for s in states)
+    running_since = [at for at in running_starts if at]
+    ready_changed_at = unix_seconds(conditions.get("Ready", {}).get("lastTransitionTime")) or created
+    scheduled_at = unix_seconds(scheduled.get("lastTransitionTime")) or created
     waiting: Body = next((s["state"]["waiting"] for s in states if s.get("state", {}).get("waiting")), {})
-    ended: Body = next((t for s in states if (t := _last_end(s))), {})
-    began, ended_at = unix_seconds(ended.get("startedAt")), unix_seconds(ended.get("finishedAt"))
+    terminated: Body = next((t for s in states if (t := _last_end(s))), {})
+    began, ended_at = unix_seconds(terminated.get("startedAt")), unix_seconds(terminated.get("finishedAt"))
     restarts = max((s.get("restartCount", 0) for s in states), default=0)
     return PodView(
         name=metadata["name"],
@@ -400,16 +408,18 @@ def pod_of(body: Body) -> PodView:
         unschedulable_since=(unix_seconds(scheduled.get("lastTransitionTime")) or created)
         if no_node
         else None,
-        starting_since=max(since_ready, has_node, ended_at or 0.0, *running),
-        failing=restarts >= FAILING_RESTARTS and began is not None and began >= since_ready,
+        starting_since=max(ready_changed_at, scheduled_at, ended_at or 0.0, *running_since),
+        failing=restarts >= FAILING_RESTARTS and began is not None and began >= ready_changed_at,
         waiting_reason=waiting.get("reason"),
         waiting_message=_text(waiting.get("message")),
         restarts=restarts,
-        exit_code=ended.get("exitCode"),
-        exit_reason=ended.get("reason"),
-        last_words=_last_words(ended.get("message")),
+        exit_code=terminated.get("exitCode"),
+        exit_reason=terminated.get("reason"),
+        last_words=_last_words(terminated.get("message")),
         inputs=metadata.get("annotations", {}).get(INPUTS_ANNOTATION),
-        image_id=next((s["imageID"] for s in states if s.get("name") == own and s.get("imageID")), None),
+        image_id=next(
+            (s["imageID"] for s in states if s.get("name") == own_container and s.get("imageID")), None
+        ),
         report_port=_report_port(body),
         gpus=_gpus(body),
         gpu_resource=metadata.get("annotations", {}).get(GPU_RESOURCE_ANNOTATION, NVIDIA_GPU),
@@ -422,25 +432,25 @@ def pod_of(body: Body) -> PodView:
 
 
 def _report_port(pod: Body) -> int:
-    """The port for administration if the pod has one; workers, and gateways of releases before it, have one port for everything."""
+    """The admin port if the pod has one. Workers, and gateways of releases before it, have one port for everything."""
     ports = _ports(pod)
     return ports.get(ADMIN_PORT_NAME) or ports.get("http") or ADMIN_PORT
 
 
 def _ports(pod: Body) -> dict[str, int]:
-    """Of its own container, by name."""
+    """Ports of the pod's own container, by name."""
     container: Body = next(iter(pod.get("spec", {}).get("containers", ())), {})
     return {port.get("name"): int(port["containerPort"]) for port in container.get("ports", ())}
 
 
-def _secret_of(mounted: str, pod: Body) -> str | None:
+def _secret_of(volume_name: str, pod: Body) -> str | None:
     volumes = pod.get("spec", {}).get("volumes", ())
-    names = (volume["secret"].get("secretName") for volume in volumes if volume.get("name") == mounted)
+    names = (volume["secret"].get("secretName") for volume in volumes if volume.get("name") == volume_name)
     return next(names, None)
 
 
 def unix_seconds(time: str | None) -> float | None:
-    """Unix seconds of a time as Kubernetes writes it; 0 if it cannot be parsed."""
+    """Unix seconds of a Kubernetes timestamp; 0 if it cannot be parsed."""
     if time is None:
         return None
     try:
@@ -461,7 +471,7 @@ def _text(message: str | None) -> str:
 
 
 def _last_words(message: str | None) -> str:
-    """Why a container ended, by its own log; else the end of what it wrote, since an exception is in the last lines."""
+    """Why a container ended, by its own log; else the end of its output, since an exception is in the last lines."""
     words = last_reason(message or "") or message or ""
     return " ".join(words.split())[-MAX_TEXT_CHARACTERS:]
 
@@ -497,20 +507,20 @@ def _workload(kind: str, body: Body) -> Workload:
 
 def rival_of_template(kind: str, managed_fields: Any) -> str | None:
     """A field manager, other than ours, that owns part of the pod template."""
-    field = f"f:{WORKLOADS[kind].template_field}"
+    template_field = f"f:{WORKLOADS[kind].template_field}"
     owners = {
         str(entry.get("manager"))
         for entry in managed_fields
-        if field in entry.get("fieldsV1", {}).get("f:spec", {})
+        if template_field in entry.get("fieldsV1", {}).get("f:spec", {})
     }
     return max(owners - OUR_FIELD_MANAGERS, default=None)
 
 
 def _gpus(pod: Body) -> int:
-    """Of a pod, or of a template."""
-    counted = pod.get("metadata", {}).get("annotations", {}).get(GPUS_ANNOTATION)
-    if counted is not None:
-        return int(counted)
+    """GPUs of a pod or of a pod template."""
+    annotated = pod.get("metadata", {}).get("annotations", {}).get(GPUS_ANNOTATION)
+    if annotated is not None:
+        return int(annotated)
     containers = pod.get("spec", {}).get("containers", ())
     return sum(int(c.get("resources", {}).get("limits", {}).get(NVIDIA_GPU, 0)) for c in containers)
 

@@ -1,4 +1,4 @@
-"""What is wrong with a deployment's pods and objects, as a reason, what was seen, and the remedy. Pure: tables test it."""
+"""Problems of a deployment's pods and objects: reason, observation and remedy. Pure: tables test it."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ ProblemReason = Literal[
     "DefaultTenantMissing",
     "HistoryNotRecorded",
 ]
-_SEVERITY: tuple[ProblemReason, ...] = get_args(ProblemReason)  # the worst first
+_SEVERITY: tuple[ProblemReason, ...] = get_args(ProblemReason)  # worst first
 _QUOTA = re.compile(r"(?:exceeded|failed) quota: (?P<name>[a-z0-9][-a-z0-9.]*)", re.IGNORECASE)
 _STOPS_NO_POD: frozenset[ProblemReason] = frozenset({"DefaultTenantMissing", "HistoryNotRecorded"})
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a pod may take before that is a problem. Those of the gateway and of NATS are the defaults."""
+    """Time that a pod may take before that is a problem. The defaults apply to the gateway and NATS."""
 
     scheduling_seconds: float = SCHEDULING_DEADLINE_SECONDS
     start_seconds: float = START_DEADLINE_SECONDS
@@ -76,7 +76,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with the deployment. `component` is a pool, gateway, nats or an object's kind."""
+    """One problem of a deployment. `component`: a pool, gateway, nats or an object's kind."""
 
     reason: ProblemReason
     component: str
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def stops_pods(self) -> bool:
-        """Whether it may keep pods from being Ready, and with them a rollout."""
+        """Whether it may keep pods from becoming Ready, and so stop a rollout."""
         return self.reason not in _STOPS_NO_POD
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Problem:
 
 
 WEBHOOK_FAILED = "failed calling webhook"
-"""The API server's words where it cannot ask an admission webhook."""
+"""The API server's words when it cannot call an admission webhook."""
 _IMAGE_REASONS = {
     "ImagePullBackOff",
     "ErrImagePull",
@@ -108,15 +108,15 @@ _WAITING_IS_NORMAL = {"ContainerCreating", "PodInitializing", None}
 
 
 def pod_problem(pod: PodView, now: float, deadlines: Deadlines) -> Problem | None:
-    """What keeps a pod from becoming ready, or None for one that is ready, leaving, or still on its way. `now`: Unix seconds."""
+    """The problem that keeps a pod from becoming Ready; None if it is Ready, leaving or still in time. `now`: Unix seconds."""
     if pod.ready or pod.deleting:
         return None
-    found = _scheduling(pod, now, deadlines) or _waiting(pod) or _ended(pod) or _late(pod, now, deadlines)
-    return Problem(*found[:1], pod.component, *found[1:], revision=pod.revision) if found else None
+    finding = _scheduling(pod, now, deadlines) or _waiting(pod) or _ended(pod) or _late(pod, now, deadlines)
+    return Problem(*finding[:1], pod.component, *finding[1:], revision=pod.revision) if finding else None
 
 
 def waiting_for_nodes(pods: Iterable[PodView], now: float, deadlines: Mapping[str, Deadlines]) -> str:
-    """Which pods wait for a node and are no problem yet: `2 encoder pods wait for a node (the scheduler's words)`."""
+    """A message about pods that wait for a node and are not a problem yet, with their number, deadline and the scheduler's words."""
     waiting: dict[str, list[PodView]] = {}
     for pod in pods:
         limits = deadlines.get(pod.component, Deadlines())
@@ -134,7 +134,7 @@ def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[Problem
     words = pod.unschedulable
     if words is None:
         return None
-    if "persistentvolumeclaim" in words.lower():  # no autoscaler adds one
+    if "persistentvolumeclaim" in words.lower():  # no autoscaler adds a volume
         return (
             "VolumePending",
             f"pod {pod.name} is waiting for its volume: {words}",
@@ -200,8 +200,8 @@ def _ended(pod: PodView) -> tuple[ProblemReason, str, str] | None:
 
 def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[ProblemReason, str, str] | None:
     seconds = deadlines.start_seconds
-    waits = pod.unschedulable is not None or pod.drain_requested_at is not None  # for a node, or drains
-    if waits or now - pod.starting_since <= seconds:
+    waits_or_drains = pod.unschedulable is not None or pod.drain_requested_at is not None
+    if waits_or_drains or now - pod.starting_since <= seconds:
         return None
     return (
         "NotStarting",
@@ -211,7 +211,7 @@ def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[ProblemReason
 
 
 def crashed(pod: PodView) -> tuple[ProblemReason, str, str]:
-    """Why a container of a pod ended: reason, what was seen, remedy."""
+    """Why a container of a pod ended: reason, observation and remedy."""
     if pod.exit_reason == "OOMKilled":
         return (
             "OutOfMemory",
@@ -231,7 +231,7 @@ def _times(count: int) -> str:
 
 
 def refusal(component: str, words: str, revision: str | None = None) -> Problem:
-    """Why the API server or a controller did not make an object, from its own words."""
+    """Why the API server or a controller did not create an object, from its own words."""
     words = re.sub(r"\s+", " ", words)[:500]
     lowered = words.lower()
     reason: ProblemReason
@@ -262,8 +262,8 @@ def refusal(component: str, words: str, revision: str | None = None) -> Problem:
 
 
 def _quota_remedy(words: str) -> str:
-    found = _QUOTA.search(words)
-    name = found["name"] if found else "of the namespace"
+    quota = _QUOTA.search(words)
+    name = quota["name"] if quota else "of the namespace"
     if "must specify" in words.lower():
         return f"set resources.cpu and resources.memory in the spec, and what it has no field for in a LimitRange, since ResourceQuota {name} counts them"
     return f"raise ResourceQuota {name}, or request less in the spec"
@@ -295,7 +295,7 @@ def not_served(component: str, kind: str, revision: str | None) -> Problem:
 
 
 def not_acted_on(component: str, kind: str, name: str, seconds: float, revision: str | None) -> Problem:
-    """The controller of a kind that users install does nothing about an object."""
+    """The controller of a user-installed kind does not act on an object."""
     return Problem(
         "ControllerSilent",
         component,
@@ -328,7 +328,7 @@ def secret_incomplete(name: str, lacking: Sequence[str]) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class MountedSecret:
-    """A Secret of the user that gateways mount. `field`: of the spec, which names it; `hint`: how its entries are made."""
+    """A user's Secret that gateways mount. `field`: the spec field that names it. `hint`: how to make its entries."""
 
     name: str
     field: str
@@ -373,7 +373,7 @@ def keys_rejected(secret: str, pod: str, fault: str) -> Problem:
 
 
 def default_tenant_missing(tenant: str, secret: str, pod: str) -> Problem:
-    """Tokens that name no tenant count as one that a gateway's file of API keys does not have."""
+    """Tokens that name no tenant count for a default tenant that a gateway's file of API keys lacks."""
     return Problem(
         "DefaultTenantMissing",
         "gateway",
@@ -394,7 +394,7 @@ def _rejected(what: str, secret: str, pod: str, fault: str) -> str:
 
 
 def issuer_unreachable(issuer: str, pod: str, fault: str) -> Problem:
-    """A gateway cannot fetch the keys that tokens are signed with."""
+    """A gateway cannot fetch the issuer's keys, which verify tokens."""
     return Problem(
         "IssuerUnreachable",
         "gateway",
@@ -414,7 +414,7 @@ def picker_failed(pod: str, fault: str) -> Problem:
 
 
 def pool_definition_missing(pool: PoolName) -> Problem:
-    """Others size a pool, and what they would write to is not installed."""
+    """Another client sizes a pool, but the resource that it would write to is not installed."""
     return Problem(
         "PoolDefinitionMissing",
         pool,
@@ -444,16 +444,16 @@ def contested(component: str, what: str, rival: str) -> Problem:
 
 
 def gathered(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """One problem for each reason, component and revision, with its number of pods; the worst first."""
-    found: dict[tuple[str, str, str | None], Problem] = {}
+    """One problem for each reason, component and revision, with its number of pods; worst first."""
+    merged: dict[tuple[str, str, str | None], Problem] = {}
     for problem in problems:
         key = (problem.reason, problem.component, problem.revision)
-        first = found.get(key)
+        first = merged.get(key)
         pods = problem.pods + (first.pods if first else 0)
         base = first or problem
-        found[key] = Problem(base.reason, base.component, base.seen, base.remedy, pods, base.revision)
+        merged[key] = Problem(base.reason, base.component, base.seen, base.remedy, pods, base.revision)
     return tuple(
-        sorted(found.values(), key=lambda p: (_SEVERITY.index(p.reason), p.component, p.revision or ""))
+        sorted(merged.values(), key=lambda p: (_SEVERITY.index(p.reason), p.component, p.revision or ""))
     )
 
 

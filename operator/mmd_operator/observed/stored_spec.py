@@ -1,4 +1,4 @@
-"""The deployment as the API server holds it, read by an operator that may be older or younger than the CRD. Pure."""
+"""Reads stored deployments with an operator that may be older or newer than the CRD. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mmd_api.faults import Fault, InvalidDeploymentError, cluster_faults
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 
-_READ = ("name", "namespace", "uid", "generation")
+_METADATA_FIELDS = ("name", "namespace", "uid", "generation")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was understood. Exactly one of `deployment` and `faults` is set; `unknown` are fields that were ignored; `remedy`: of all faults."""
+    """Result of reading a deployment. Exactly one of `deployment` and `faults` is set. `unknown`: ignored fields. `remedy`: remedy of all faults."""
 
     deployment: MultimodalDeployment | None
     faults: tuple[Fault, ...]
@@ -26,10 +26,10 @@ class Reading:
 
 
 def read(body: Mapping[str, Any]) -> Reading:
-    """Read a body, without the fields that only a newer CRD has: they are named, and the rest works."""
+    """Read a body without the fields of a newer CRD: they are named, and the rest works."""
     unknown: list[str] = []
     spec = _known_part(MultimodalDeploymentSpec, body.get("spec", {}), "spec", unknown)
-    metadata = {key: body["metadata"][key] for key in _READ if key in body["metadata"]}
+    metadata = {key: body["metadata"][key] for key in _METADATA_FIELDS if key in body["metadata"]}
     data = {"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": metadata, "spec": spec}
     try:
         deployment = MultimodalDeployment.parse(data)
@@ -40,27 +40,27 @@ def read(body: Mapping[str, Any]) -> Reading:
 
 
 def _known_part(model: type[BaseModel], data: Any, path: str, unknown: list[str]) -> Any:
-    """`data` without keys that `model` lacks; their paths go to `unknown`."""
+    """Return `data` without keys that `model` lacks, and add their paths to `unknown`."""
     if not isinstance(data, Mapping) or model.model_config.get("extra") == "allow":
         return data
     fields = {f.alias or name: f for name, f in model.model_fields.items()}
-    kept = {}
+    known_fields = {}
     for key, value in data.items():
-        where = f"{path}.{key}"
+        field_path = f"{path}.{key}"
         if key not in fields:
-            unknown.append(where)
+            unknown.append(field_path)
             continue
         inner = _model_in(fields[key].annotation)
         if inner is not None and isinstance(value, list):
-            value = [_known_part(inner, item, f"{where}[{n}]", unknown) for n, item in enumerate(value)]
+            value = [_known_part(inner, item, f"{field_path}[{n}]", unknown) for n, item in enumerate(value)]
         elif inner is not None:
-            value = _known_part(inner, value, where, unknown)
-        kept[key] = value
-    return kept
+            value = _known_part(inner, value, field_path, unknown)
+        known_fields[key] = value
+    return known_fields
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:
-    """The model that a field holds, alone, optional or in a list."""
+    """The model in a field's annotation: plain, optional or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in get_args(annotation) if (m := _model_in(a)) is not None), None)
