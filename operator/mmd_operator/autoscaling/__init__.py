@@ -1,4 +1,4 @@
-"""How many replicas each pool needs, decided from numbers and the time that are passed in. Independent of the cluster and the clock."""
+"""Decides how many replicas each pool needs, from given numbers and a given time. Independent of the cluster and the clock."""
 
 from mmd_operator.autoscaling.coordinate import Bottleneck, DeploymentDecision, coordinate
 from mmd_operator.autoscaling.decide import decide

@@ -1,6 +1,6 @@
-"""All pools of a deployment together: nothing grows upstream of a saturated pool, GPUs go where they help the SLO most.
+"""Coordination of a deployment's pools: nothing grows upstream of a saturated pool, and GPUs go where they help the SLO most.
 
-Takes the decisions that each pool would make alone and cuts them down. Independent of the cluster and the clock.
+Takes the decisions that each pool would make alone, and cuts them down. Independent of the cluster and the clock.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mmd_operator.autoscaling.samples import PoolSamples
 
 Decisions = Mapping[PoolName, Decision]
 SATURATED = 0.95
-"""A pool whose load uses up this share of the pods it may have cannot take more from upstream."""
+"""A pool cannot take more from upstream once its load uses up this share of the pods it may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The pool that bounds the SLO now.
+    """The pool that limits the SLO now.
 
-    `load` is what it has to do as a fraction of what its ready pods do at their target; `load_with_one_more` is the same with
-    one replica more; `seconds_gained` is how much sooner its backlog would be cleared (0 where work is not counted in seconds).
+    `load`: its work as a fraction of what its ready pods do at their target. `load_with_one_more`: the same with one more replica.
+    `seconds_gained`: how much sooner one more replica would clear its backlog (0 if its work is not counted in seconds).
     """
 
     pool: PoolName
@@ -47,7 +47,7 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentDecision:
-    """One tick of a deployment's autoscaler."""
+    """Result of one tick of a deployment's autoscaler."""
 
     decisions: Mapping[PoolName, Decision]
     bottleneck: Bottleneck | None
@@ -64,7 +64,7 @@ def coordinate(
     samples: Mapping[PoolName, PoolSamples],
     histories: Mapping[PoolName, History],
 ) -> DeploymentDecision:
-    """Decide the sizes of all pools of `policy`; `samples` holds each of them, `histories` those known from before."""
+    """Decide the sizes of all pools of `policy`. `samples` has every pool, `histories` the pools known from earlier ticks."""
     decisions = {
         pool: decide(now, rules, samples[pool], histories.get(pool, History()))
         for pool, rules in policy.pools.items()
@@ -75,7 +75,7 @@ def coordinate(
         coupled = _couple(shared)
         if coupled == shared:
             break
-        # What coupling takes back from one pool is shared out again.
+        # Growth that coupling takes back from one pool is shared out again.
         decisions |= {pool: d for pool, d in coupled.items() if d != shared[pool]}
     return DeploymentDecision(coupled, bottleneck(coupled))
 
@@ -91,10 +91,10 @@ def stop_growth_before_a_saturated_pool(decisions: Decisions) -> dict[PoolName, 
     saturated = False
     for pool in reversed(_order(decisions)):
         decision = coupled[pool]
-        most = max(decision.current, decision.minimum, 1)
-        if saturated and decision.replicas > most and not decision.external:
+        largest = max(decision.current, decision.minimum, 1)
+        if saturated and decision.replicas > largest and not decision.external:
             coupled[pool] = decision = _limited(
-                decision, most, stop_growth_before_a_saturated_pool, "DownstreamSaturated"
+                decision, largest, stop_growth_before_a_saturated_pool, "DownstreamSaturated"
             )
         saturated = saturated or _saturated(decision)
     return coupled
@@ -122,7 +122,7 @@ COUPLING: tuple[Callable[[Decisions], dict[PoolName, Decision]], ...] = (
     stop_growth_before_a_saturated_pool,
     keep_one_replica_after_a_busy_pool,
 )
-"""How the pools bound each other, in the order in which it applies; then `share_gpu_budget`, until neither changes anything."""
+"""Rules by which pools bound each other, in order of application. `share_gpu_budget` follows; both repeat until neither changes anything."""
 
 
 def _limited(
@@ -144,8 +144,10 @@ def _couple(decisions: Decisions) -> dict[PoolName, Decision]:
 
 
 def _saturated(decision: Decision) -> bool:
-    """Whether the pool is saturated even at its decided size. Starting pods count, those that no node takes do not; a pool at zero
-    never is."""
+    """Whether the pool is saturated even at its decided size; never at zero.
+
+    Starting pods count, and pods that no node takes do not.
+    """
     return decision.in_force > 0 and 0 < decision.full >= SATURATED * decision.capacity
 
 
@@ -153,14 +155,14 @@ def share_gpu_budget(policy: DeploymentPolicy, decisions: Decisions) -> dict[Poo
     """GPUs are shared out under `gpuBudget`: minima first, then what pools have, then each to the pool where it lowers the excess over
     the target most.
 
-    GPUs of pods that still drain are in use, so growth waits for them. What is above the budget is taken back from the pools
-    that lose least.
+    Pods that still drain use their GPUs, so growth waits for them. Replicas above the budget are taken back from the pools that
+    lose least.
     """
     if policy.gpu_budget is None:
         return dict(decisions)
     sharing = [pool for pool, rules in policy.pools.items() if rules.gpus > 0]
     gpus = {pool: policy.pools[pool].gpus for pool in sharing}
-    sizes = {pool: _kept(decisions[pool]) for pool in sharing}
+    sizes = {pool: _size_before_growth(decisions[pool]) for pool in sharing}
     reduced: set[PoolName] = set()
     while sum(sizes[p] * gpus[p] for p in sharing) > policy.gpu_budget:
         candidates = [p for p in sharing if decisions[p].act and sizes[p] > decisions[p].minimum]
@@ -170,7 +172,7 @@ def share_gpu_budget(policy: DeploymentPolicy, decisions: Decisions) -> dict[Poo
         sizes[cheapest] -= 1
         reduced.add(cheapest)
     free = policy.gpu_budget - sum(
-        max(sizes[p], _held(decisions[p], p in reduced)) * gpus[p] for p in sharing
+        max(sizes[p], _occupied(decisions[p], p in reduced)) * gpus[p] for p in sharing
     )
     heap = [
         (not decisions[p].act, -_gain(decisions[p], sizes[p]) / gpus[p], number, p)
@@ -188,23 +190,23 @@ def share_gpu_budget(policy: DeploymentPolicy, decisions: Decisions) -> dict[Poo
             gain = _gain(decisions[pool], sizes[pool]) / gpus[pool]
             heapq.heappush(heap, (shadow, -gain, number, pool))
     return {
-        pool: _cut(decision, sizes[pool]) if pool in sizes else decision
+        pool: _cut_to(decision, sizes[pool]) if pool in sizes else decision
         for pool, decision in decisions.items()
     }
 
 
-def _kept(decision: Decision) -> int:
-    """What a pool keeps before growth is shared out; below its minimum only if its own decision is."""
+def _size_before_growth(decision: Decision) -> int:
+    """Size of a pool before growth is shared out; below its minimum only if its own decision is."""
     return max(min(decision.replicas, decision.current), min(decision.minimum, decision.replicas))
 
 
-def _held(decision: Decision, reduced: bool) -> int:
-    """Replicas whose GPUs are taken now; a pool on its way down frees them only when its pods are removed."""
+def _occupied(decision: Decision, reduced: bool) -> int:
+    """Replicas that occupy GPUs now. A shrinking pool frees GPUs only when its pods are removed."""
     shrinking = reduced or not decision.act or decision.replicas < decision.spec_replicas
     return max(decision.current, decision.spec_replicas) if shrinking else decision.current
 
 
-def _cut(decision: Decision, replicas: int) -> Decision:
+def _cut_to(decision: Decision, replicas: int) -> Decision:
     if replicas == decision.replicas:
         return decision
     reason: ScalingReason | None = "OverBudget" if replicas < decision.current else None
@@ -224,20 +226,20 @@ def _excess(need: float, replicas: int) -> float:
 
 
 def bottleneck(decisions: Decisions) -> Bottleneck | None:
-    """The pool over its target that is the bottleneck: the last saturated one, which backs up those before it; else the most loaded."""
-    ready = {pool: d for pool, d in decisions.items() if d.need > d.ready}
-    if not ready:
+    """Find the bottleneck among pools over their target: the last saturated pool, which backs up those upstream; else the most loaded."""
+    busy = {pool: d for pool, d in decisions.items() if d.need > d.ready}
+    if not busy:
         return None
-    order = _order(ready)
-    full = [pool for pool in order if ready[pool].full >= SATURATED * max(ready[pool].ready, 1)]
-    pool = full[-1] if full else max(order, key=lambda p: ready[p].need / max(ready[p].ready, 1))
-    decision = ready[pool]
-    have = max(decision.ready, 1)
-    seconds = max((s.seconds for s in decision.signals), default=0.0)
+    order = _order(busy)
+    saturated = [pool for pool in order if busy[pool].full >= SATURATED * max(busy[pool].ready, 1)]
+    pool = saturated[-1] if saturated else max(order, key=lambda p: busy[p].need / max(busy[p].ready, 1))
+    decision = busy[pool]
+    ready = max(decision.ready, 1)
+    backlog_seconds = max((s.seconds for s in decision.signals), default=0.0)
     return Bottleneck(
         pool=pool,
         ready=decision.ready,
-        load=decision.need / have,
-        load_with_one_more=decision.need / (have + 1),
-        seconds_gained=seconds / have - seconds / (have + 1),
+        load=decision.need / ready,
+        load_with_one_more=decision.need / (ready + 1),
+        seconds_gained=backlog_seconds / ready - backlog_seconds / (ready + 1),
     )

@@ -1,6 +1,6 @@
-"""How many replicas one pool should have now: the rules in the order in which they apply. Pure; time is an argument.
+"""Sizing of one pool: the rules in the order in which they apply. Pure; time is an argument.
 
-The order is that of the Horizontal Pod Autoscaler's behaviour section; the panic window is Knative's, held for ten windows.
+The order is that of the Horizontal Pod Autoscaler's behaviour section. The panic window is Knative's, and panic is held for ten windows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mmd_operator.autoscaling.sizing import RuleResult, State
 SizingRule = Callable[[State], RuleResult]
 
 RULES: tuple[SizingRule, ...] = (
-    # What is wanted, and what is remembered of it.
+    # The wanted size, and its record in the history.
     sizing.replace_pods_that_do_not_start,
     sizing.remember_tick,
     sizing.enter_or_leave_panic,
-    # Sizes that are settled at once.
+    # Sizes settled at once.
     sizing.follow_requested_size,
     sizing.keep_fixed_size,
     sizing.raise_to_minimum,
@@ -33,29 +33,29 @@ RULES: tuple[SizingRule, ...] = (
     sizing.hold_on_missing_reports,
     sizing.hold_during_panic,
     sizing.hold_until_window_is_seen,
-    # From what is wanted to what is allowed now.
+    # From the wanted size to the size allowed now.
     sizing.stabilize,
     sizing.cool_down,
     sizing.limit_rate,
     sizing.keep_within_bounds,
     sizing.settle_size,
 )
-"""From what the signals ask for (`State.of`) to the size; once a rule has settled the size, those after it are skipped."""
+"""Rules from the size that the signals ask for (`State.of`) to the final size. Once a rule settles the size, later rules are skipped."""
 REPORTS: tuple[SizingRule, ...] = (
     sizing.report_pods_that_do_not_start,
     sizing.report_unschedulable_pods,
 )
-"""Limits that are reported even if the size is settled."""
+"""Rules that report limits even if the size is settled."""
 
 
 def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: History) -> Decision:
-    """The size of one pool, looked at alone; `coordinate` fits the pools to each other and to the GPU budget.
+    """Decide the size of one pool alone; `coordinate` fits the pools to each other and to the GPU budget.
 
     Args:
         now: Unix seconds of the clock that stamped the samples' `received_at`.
         policy: the pool's rules.
-        samples: what is known now.
-        history: that of the previous decision (`Decision.next_history`), or a new one after a start.
+        samples: the pool's samples now.
+        history: the history after the previous decision (`Decision.next_history`), or a new one after a start.
     """
     if policy.shadow:
         history = replace(history, written=None)
@@ -91,7 +91,7 @@ def decide(now: float, policy: PoolPolicy, samples: PoolSamples, history: Histor
 
 
 def _apply(state: State) -> tuple[State, tuple[AppliedRule, ...]]:
-    """The state after all rules, and their effects."""
+    """Apply all rules; return the final state and the effects."""
     effects: list[AppliedRule] = []
     for rule in (*RULES, *REPORTS):
         if state.is_settled and rule not in REPORTS:

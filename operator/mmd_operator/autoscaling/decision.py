@@ -1,4 +1,4 @@
-"""What the autoscaler returns: the size of a pool, the signal that asks for it and the rules that changed it, in words."""
+"""Decisions of the autoscaler: a pool's size, the signal that asks for it, and the rules that changed it, in words."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ LIMITS: tuple[Limit, ...] = get_args(Limit)
 HARD_LIMITS: frozenset[Limit] = frozenset(
     {"MaxReplicas", "Unschedulable", "PodsNotStarting", "GpuBudget", "DownstreamSaturated"}
 )
-"""Limits that waiting does not lift: a person or another pool must act. They make the condition ScalingLimited true."""
+"""Limits that waiting does not lift: a person or another pool must act. They set the condition ScalingLimited to True."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One reason for a size. `observed` and `target` are of one replica; `need` replicas would just meet the target.
+    """One reason for a size. `observed` and `target` are per replica; `need` replicas would just meet the target.
 
-    `full` replicas would be used up entirely by the present load. `seconds` of work wait in all, where that is known. `metric` and
-    `words` are the name and the sentence that its rule gives it.
+    The present load would use up `full` replicas entirely. `seconds`: seconds of work waiting in total, if known. `metric` and
+    `words`: the name and the sentence from the signal's rule.
     """
 
     observed: float
@@ -70,7 +70,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class AppliedRule:
-    """What a rule did to a decision: its sentence with the numbers of the case, and the limit that it imposed, if it is one."""
+    """Effect of a rule on a decision: the rule's sentence with the numbers of the case, and the limit imposed, if any."""
 
     rule: str
     message: str
@@ -78,7 +78,7 @@ class AppliedRule:
 
     @classmethod
     def of(cls, rule: Callable[..., object], numbers: str, limit: Limit | None = None) -> Self:
-        """Of a rule, in the words of its docstring."""
+        """Effect of a rule, in the words of its docstring."""
         return cls(rule.__name__, f"{sentence_of(rule)} ({numbers})", limit)
 
     def status(self) -> RuleEffect:
@@ -90,11 +90,11 @@ class AppliedRule:
 class Decision:
     """How many replicas a pool should have, and why.
 
-    `wanted` is what the signals ask for before any limit. `valid` is False when something needed was missing or stale
-    (named in `missing`): then the pool is never lowered. `effects` are what the rules did, in the order in which
-    they applied. `act` is False in Shadow mode: report it, change nothing. `history` has this tick in it.
-    `unplaced` pods have waited for a node beyond their deadline; `stuck` pods have not become Ready within theirs.
-    `external`: others ask for `wanted`, and no signal does.
+    `wanted`: the size that the signals ask for, before any limit. `valid`: False if needed data was missing or stale (named in
+    `missing`); the pool is then never lowered. `effects`: effects of the rules, in order of application. `act`: False in Shadow
+    mode, which reports the decision and changes nothing. `history` includes this tick. `unplaced` pods have waited for a node
+    beyond their deadline; `stuck` pods have not become Ready within theirs. `external`: another client asks for `wanted`, and no
+    signal does.
     """
 
     pool: PoolName
@@ -122,7 +122,7 @@ class Decision:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """Those that rules imposed, in the order in which they applied: each once, the deciding one at the end."""
+        """Limits that rules imposed, in order of application: each once, the deciding limit last."""
         limits: list[Limit] = []
         for effect in self.effects:
             if effect.limit is not None:
@@ -131,7 +131,7 @@ class Decision:
 
     @property
     def limited_by(self) -> Limit | None:
-        """The last limit: the one that determined the size."""
+        """The last limit, which determined the size."""
         return self.limits[-1] if self.limits else None
 
     @property
@@ -151,32 +151,32 @@ class Decision:
 
     @property
     def capacity(self) -> int:
-        """Pods at that size that serve or can be expected to."""
+        """Pods of the size in force that serve or can be expected to."""
         return max(0, self.in_force - self.unplaced - self.stuck)
 
     @property
     def short(self) -> bool:
-        """Whether the load needs more than the pods that serve or can be expected to."""
+        """Whether the load needs more pods than serve or can be expected to."""
         return self.wanted > self.current - self.unplaced - self.stuck
 
     @property
     def hard_limit(self) -> Limit | None:
-        """The limit that keeps the pool below what the load needs, if waiting does not lift it."""
+        """The limit that keeps the pool below its need, if waiting does not lift it."""
         return self.limited_by if self.limited_by in HARD_LIMITS and self.short else None
 
     @property
     def next_history(self) -> History:
-        """What the next decision must remember: `history`, and that this one is carried out (unless `act` is False)."""
+        """History for the next decision: `history`, with this decision carried out unless `act` is False."""
         if not self.act:
             return self.history
         return self.history.acted(self.at, self.current, self.spec_replicas, self.replicas)
 
     def limited(self, replicas: int, effect: AppliedRule, reason: ScalingReason | None = None) -> Decision:
-        """The same decision cut to a size by a rule that only the whole deployment knows."""
+        """The same decision, cut to a size by a rule about the whole deployment."""
         if reason is None:
             reason = "Steady" if replicas == self.current else self.reason
-        before = (other for other in self.effects if other.rule != effect.rule)
-        return replace(self, replicas=replicas, effects=(*before, effect), reason=reason)
+        other_effects = (other for other in self.effects if other.rule != effect.rule)
+        return replace(self, replicas=replicas, effects=(*other_effects, effect), reason=reason)
 
     def status(self) -> ScalingDecision:
         """The decision as the resource's status reports it."""

@@ -1,6 +1,6 @@
-"""What the autoscaler remembers from tick to tick: windows of what it wanted, when it acted, what it knows of throughput.
+"""Memory of the autoscaler between ticks: windows of wanted sizes, times of actions, and known throughput.
 
-Pure and bounded: a window keeps only the values that can still become its extreme.
+Pure and bounded: a window keeps only values that can still become its extreme.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 GAP_SECONDS = 30.0
-"""Ticks further apart than this (a sleeping operator, a clock set forward) leave windows unobserved: they restart."""
+"""Windows restart if ticks are further apart than this (a sleeping operator, a clock set forward), since they were not observed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class Extremes:
     entries: tuple[tuple[float, int], ...] = ()
 
     def push(self, now: float, value: int, window_seconds: float) -> Self:
-        """A copy with a value of now and without those older than the window. Future times count as now."""
-        kept = [
+        """A copy with a value for now and without values older than the window. Future times count as now."""
+        candidates = [
             (min(at, now), v)
             for at, v in self.entries
             if at >= now - window_seconds and v * self.sign > value * self.sign
         ]
-        return replace(self, entries=(*kept, (now, value)))
+        return replace(self, entries=(*candidates, (now, value)))
 
     @property
     def extreme(self) -> int:
@@ -52,10 +52,9 @@ class History:
     idle_since: float | None = None
     last_up: float | None = None
     last_down: float | None = None
-    written: tuple[int, int] | None = None  # (size found, size decided) when this scaler last decided
-    throughput: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of one replica, per second; "tokens" for prefill
+    written: tuple[int, int] | None = None  # (previous, decided) size of this scaler's last decision
+    # work per second of one replica, by kind; "tokens" for prefill
+    throughput: Mapping[str, float] = field(default_factory=dict)
 
     def begin_tick(self, now: float, ready: int) -> History:
         """A copy that is safe against clock jumps and records this tick's time and number of ready pods."""
@@ -86,13 +85,13 @@ class History:
     def size_now(self, spec_replicas: int) -> tuple[int, bool]:
         """The size that counts as current, and whether another client wrote `spec.replicas`.
 
-        A size between what was found and what was decided is our own change in progress: pods that drain towards a
-        smaller size no longer count as capacity.
+        A size between the previous and the decided one is our own change in progress: pods that drain towards a smaller size
+        no longer count as capacity.
         """
         if self.written is None:
             return spec_replicas, False
-        found, decided = self.written
-        if not min(found, decided) <= spec_replicas <= max(found, decided):
+        previous, decided = self.written
+        if not min(previous, decided) <= spec_replicas <= max(previous, decided):
             return spec_replicas, True
         return decided, False
 

@@ -1,4 +1,4 @@
-"""What a deployment's spec asks of its autoscaler, in seconds and fractions, with schedules read as cron windows.
+"""Autoscaling policies of a deployment's spec, in seconds and fractions, with schedules as cron windows.
 
 Reads the spec and nothing else.
 """
@@ -23,7 +23,7 @@ LATENCY_STALE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """At least `min_replicas` for `seconds` after each time that `cron` (UTC) names."""
+    """A schedule of at least `min_replicas` for `seconds` after each match of `cron` (UTC)."""
 
     cron: str
     seconds: float
@@ -36,7 +36,7 @@ class Window:
 
 @lru_cache(maxsize=256)
 def _last_opening(cron: str, minute: int) -> float:
-    """Unix seconds of the newest match at or before the minute's beginning; a schedule without one never opened."""
+    """Unix seconds of the newest match at or before the minute's beginning; a schedule without a match never opened."""
     just_after = datetime.fromtimestamp(minute * 60 + 1, UTC)
     opening = next(CronSim(cron, just_after, reverse=True), None)
     return opening.timestamp() if opening else float("-inf")
@@ -55,7 +55,7 @@ class PoolPolicy:
     """Whether its pods encode small media beside the pool of encoders."""
     shadow: bool = False
     external: bool = False
-    """Whether others give it its size."""
+    """Whether another client sets its size."""
     target_backlog_seconds: float = 1.0
     target_utilization: float = 0.75
     scale_up_stabilization_seconds: float = 0.0
@@ -85,7 +85,7 @@ class PoolPolicy:
 
     @classmethod
     def of(cls, spec: MultimodalDeploymentSpec, pool: PoolName) -> PoolPolicy:
-        """The policy of a pool that the spec holds.
+        """The policy of a pool in the spec.
 
         Raises:
             InvalidDeploymentError: a schedule that no clock can follow.

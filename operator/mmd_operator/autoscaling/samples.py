@@ -1,7 +1,7 @@
-"""What the autoscaler is given: samples of pods, of what waits before them, and of latencies.
+"""Input of the autoscaler: samples of pods, of the work that waits for them, and of latencies.
 
-Independent of the wire format, the cluster and the clock. Times are Unix seconds of the machine that decides, so that a pod's wrong clock
-changes nothing; work of media is in the units of the calibrated throughput (patches, mel frames).
+Independent of the wire format, the cluster and the clock. Times are Unix seconds of the deciding machine, so that a pod's wrong clock
+changes nothing. Work of media is in the units of the calibrated throughput (patches, mel frames).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PodState = Literal["unschedulable", "starting"] | WorkerState
 
 @dataclass(frozen=True, slots=True)
 class PodSample:
-    """One pod that exists: its state as the cluster and the pod itself report it, and the newest load it sent.
+    """One existing pod: its state, as the cluster and the pod report it, and its newest load.
 
-    `received_at` is when that load arrived here; None with `load` None for a pod that has not reported yet. `waiting_since`: when
-    the pod began to wait for what its state lacks (unschedulable: a node; starting: to become Ready), if that is not when it was
-    created. `failing`: its container has ended several times, the last time without having become Ready. `surge`: it
-    only joins the others while these are replaced, and is no part of the pool's size.
+    `received_at`: when that load arrived here; None, like `load`, if the pod has not reported yet. `waiting_since`: when the pod
+    began to wait for what its state lacks (unschedulable: a node; starting: to become Ready), if not at its creation. `failing`: its
+    container has ended several times, the last time without having become Ready. `surge`: it only joins the others while they are
+    replaced, and is not part of the pool's size.
     """
 
     pod: str
@@ -36,14 +36,16 @@ class PodSample:
     surge: bool = False
 
     def waited(self, now: float) -> float:
-        """Seconds for which it has been waiting."""
+        """Seconds for which the pod has been waiting."""
         return now - (self.created_at if self.waiting_since is None else self.waiting_since)
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Work for a pool that no pod of it holds yet: encode jobs in the queue, requests that gateways hold back until a pod is Ready, and
-    what waits at gateways for room in the pool.
+    """Work for a pool that none of its pods holds yet.
+
+    Such work is encode jobs in the queue, requests that gateways hold until a pod is Ready, and work that waits at gateways for
+    room in the pool.
     """
 
     received_at: float
@@ -67,7 +69,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Time to the first token as gateways saw it, at the percentile of the SLO, over requests of the last `window_seconds`."""
+    """Time to first token at gateways, at the SLO's percentile, over requests of the last `window_seconds`."""
 
     received_at: float
     window_seconds: float
@@ -77,8 +79,11 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class PoolSamples:
-    """All that is known of a pool now. `replicas` is `spec.replicas` as it stands; `demand` None: the queue cannot be read;
-    `requested`: the size that others ask for, where that is known."""
+    """Everything known about a pool now.
+
+    `replicas`: the present `spec.replicas`. `demand`: None if the queue cannot be read. `requested`: the size that another client asks
+    for, if known.
+    """
 
     replicas: int
     pods: tuple[PodSample, ...] = ()

@@ -1,8 +1,7 @@
-"""The autoscaler of one deployment from tick to tick: the latest reports, one decision for all pools, and the actions towards it.
+"""The autoscaler of one deployment across ticks: the latest reports, one decision for all pools, and the actions towards it.
 
-Pure but for its memory: time, reports and facts come in, actions go out; the caller collects reports, drains pods and sets sizes.
-A pool is made smaller in this order: the pods with the highest ordinals are requested to drain, report that they are empty, and only then
-leave.
+Pure but for its memory: time, reports and facts come in, actions go out. The caller collects reports, drains pods and sets sizes.
+A pool shrinks in this order: the pods with the highest ordinals are asked to drain, report that they are empty, and only then leave.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EMPTY: frozenset[PodState] = frozenset({"unschedulable", "starting", "loading", 
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """One pod as its cluster knows it. `ready`: by its probe. `drain_requested`, at `drain_requested_at` if that is known.
+    """One pod as the cluster knows it. `ready`: result of its probe. `drain_requested_at`: time of the drain request, if known.
     `waiting_since`, `failing`: see `PodSample`.
     """
 
@@ -42,8 +41,11 @@ class PodFacts:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """A pool now: its wanted size and its pods. `surge`: how many of `replicas` only join the others while these are replaced.
-    `requested`: the size that others ask for, where that is known."""
+    """A pool now: its wanted size and its pods.
+
+    `surge`: how many of `replicas` only join the others while they are replaced. `requested`: the size that another client asks for,
+    if known.
+    """
 
     replicas: int
     pods: tuple[PodFacts, ...] = ()
@@ -54,9 +56,9 @@ class PoolFacts:
 
 @dataclass(frozen=True, slots=True)
 class ScaleActions:
-    """What to do to a pool now: pods to ask to drain, a size to set, drained pods to replace, pods that drain for too long.
+    """Actions on a pool now: pods to drain, a new size, drained pods to replace, and pods that drain for too long.
 
-    `keep_surge`: the present size, surge included, is that of the pool from now on.
+    `keep_surge`: the present size, surge included, becomes the pool's size.
     """
 
     drain: tuple[str, ...] = ()
@@ -67,12 +69,12 @@ class ScaleActions:
 
 
 class Scaler:
-    """Holds what must be remembered between ticks. A new scaler lowers no pool before it has observed a full window."""
+    """Autoscaler with its memory between ticks. A new scaler lowers no pool before it has observed a full window."""
 
     def __init__(
         self, policy: DeploymentPolicy, throughput: Mapping[PoolName, Mapping[str, float]] | None = None
     ) -> None:
-        """`throughput`: what one replica of a pool does in a second, by kind of work, as known from before; fresh loads replace it."""
+        """`throughput`: work per second of one replica of each pool, by kind, as known from before; fresh loads replace it."""
         self.policy = policy
         self._histories = {name: History(throughput=rates) for name, rates in (throughput or {}).items()}
         self._workers: dict[str, tuple[float, WorkerStatus]] = {}
@@ -89,10 +91,10 @@ class Scaler:
     def tick(
         self, now: float, pools: Mapping[PoolName, PoolFacts], gateways: frozenset[str]
     ) -> DeploymentDecision:
-        """Decide. `gateways`: pods whose report is needed before anything may be lowered."""
-        present = {pod.name for facts in pools.values() for pod in facts.pods}
-        self._workers = {name: kept for name, kept in self._workers.items() if name in present}
-        self._gateways = {name: kept for name, kept in self._gateways.items() if name in gateways}
+        """Decide the sizes of all pools. `gateways`: pods whose report is needed before any pool may be lowered."""
+        pod_names = {pod.name for facts in pools.values() for pod in facts.pods}
+        self._workers = {name: entry for name, entry in self._workers.items() if name in pod_names}
+        self._gateways = {name: entry for name, entry in self._gateways.items() if name in gateways}
         samples = {
             name: PoolSamples(
                 replicas=facts.replicas - facts.surge,
@@ -109,9 +111,9 @@ class Scaler:
             )
             for name, facts in pools.items()
         }
-        decided = coordinate(now, self.policy, samples, self._histories)
-        self._histories = decided.histories
-        return decided
+        decision = coordinate(now, self.policy, samples, self._histories)
+        self._histories = decision.histories
+        return decision
 
     def actions(self, now: float, decision: Decision, facts: PoolFacts) -> ScaleActions:
         """The actions that bring a pool towards a decision. The same facts give the same actions: they can be repeated.
@@ -132,26 +134,26 @@ class Scaler:
             and pod.drain_requested_at is not None
             and now - pod.drain_requested_at > facts.drain_seconds
         )
-        keep = facts.replicas
-        while keep > target:
-            last = pods.get(keep - 1)
+        next_size = facts.replicas
+        while next_size > target:
+            last = pods.get(next_size - 1)
             if last is not None and states[last.name] not in EMPTY and last.name not in overdue:
                 break
-            keep -= 1
+            next_size -= 1
         return ScaleActions(
             drain=tuple(
                 p.name
                 for p in leaving
-                if not p.drain_requested and states[p.name] not in EMPTY and p.ordinal < keep
+                if not p.drain_requested and states[p.name] not in EMPTY and p.ordinal < next_size
             ),
-            replicas=max(keep, target) if max(keep, target) != facts.replicas else None,
+            replicas=max(next_size, target) if max(next_size, target) != facts.replicas else None,
             renew=tuple(
                 p.name
                 for p in facts.pods
                 if p.drain_requested and p.ordinal < target and not p.deleting and states[p.name] == "drained"
             ),
             overdue=tuple(
-                name for name in overdue if any(p.name == name and p.ordinal >= keep for p in leaving)
+                name for name in overdue if any(p.name == name and p.ordinal >= next_size for p in leaving)
             ),
             keep_surge=bool(facts.surge) and target == facts.replicas,
         )
@@ -174,18 +176,18 @@ class Scaler:
         return PodSample(pod.name, state, pod.created_at, at, load, pod.waiting_since, pod.failing)
 
     def _demand(self, roles: tuple[Role, ...], gateways: frozenset[str]) -> Demand | None:
-        """None where a gateway has not reported, or cannot read the queue that the pool works from."""
+        """Demand for a pool; None if a gateway has not reported, or none can read the queue of encode jobs."""
         if not gateways or gateways - self._gateways.keys():
             return None
         reports = [self._gateways[name] for name in gateways]
         held = sum(report.held.get(role, 0) for _, report in reports for role in roles)
         received_at, work = min(at for at, _ in reports), dict[Modality, float]()
         if roles == ("encode",):
-            readers = [(at - r.queue.age_seconds, r.queue.waiting_work) for at, r in reports if r.queue]
-            if not readers:
+            queue_reports = [(at - r.queue.age_seconds, r.queue.waiting_work) for at, r in reports if r.queue]
+            if not queue_reports:
                 return None
-            queue_at, newest = max(readers, key=lambda reader: reader[0])
-            received_at, work = min(received_at, queue_at), dict(newest)
+            queue_at, queued_work = max(queue_reports, key=lambda report: report[0])
+            received_at, work = min(received_at, queue_at), dict(queued_work)
         waiting = [report.waiting for _, report in reports]
         if "encode" in roles:
             for queued in waiting:
@@ -200,7 +202,7 @@ class Scaler:
         )
 
     def _latency(self) -> Latency | None:
-        """Over all gateways: the mean of their percentiles, weighted by requests."""
+        """Latency over all gateways: the mean of their percentiles, weighted by requests."""
         reports = list(self._gateways.values())
         if not reports:
             return None

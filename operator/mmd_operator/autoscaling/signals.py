@@ -1,8 +1,8 @@
-"""From the samples of a pool to the sizes they ask for. Every size is absolute: computed from work, never from the present size.
+"""Signals: the sizes that a pool's samples ask for. Every size is absolute: computed from work, never from the present size.
 
-Summing over pods (busy time, KV blocks, sequences, work ÷ calibrated throughput) gives the same answer however many pods
-share the load, so pods that still load cannot multiply it. Latencies cannot be summed: they ask for small steps from the
-pods that were measured, and only when those steps can help.
+A sum over pods (busy time, KV blocks, sequences, work ÷ calibrated throughput) is the same however many pods share the load,
+so pods that are still loading cannot multiply it. Latencies cannot be summed: they ask for small steps from the measured pods,
+and only if those steps can help.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mmd_operator.autoscaling.policy import PoolPolicy
 from mmd_operator.autoscaling.samples import Demand, Latency, PodSample, PoolSamples
 
 TOKENS = "tokens"
-"""The kind of work that prefill has, in addition to the modalities of encode work."""
+"""The kind of work of prefill, in addition to the modalities of encode work."""
 LATENCY_STEP = 0.5
-"""A missed latency adds at most this share of the pods that were measured, however far it was missed."""
+"""A missed latency adds at most this share of the measured pods, by however much it was missed."""
 LATENCY_COMFORT = 0.8
 """Above this share of the SLO a pool is not made smaller."""
 QUEUE_SHARE_OF_TTFT = 0.25
-"""More prefill pods help only where at least this share of the promised TTFT is spent waiting for them."""
+"""More prefill pods help only if requests wait for them for at least this share of the promised TTFT."""
 SMALLEST_SLOW_BATCH = 4
 """A decode step with fewer sequences is slow by itself: more pods would not make it faster."""
 ITL_SETTLE_SECONDS = 10.0
@@ -33,12 +33,12 @@ SLOWEST_PLAUSIBLE = 1e-3
 MOST_REPLICAS = 100_000.0
 LONGEST_BACKLOG_SECONDS = 1e9
 SATURATED_BACKLOG = 3.0
-"""A backlog at this multiple of its target counts as a pool used up entirely."""
+"""A pool counts as used up entirely when its backlog is this multiple of its target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the samples show. `missing` names what is needed and absent, late or impossible."""
+    """Findings from a pool's samples. `missing` names needed data that is absent, late or impossible."""
 
     signals: tuple[Signal, ...]
     missing: tuple[str, ...]
@@ -55,9 +55,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What may be used of a pool's samples. `work` waits or runs, by kind; `throughput` is of one replica; `latency` is None unless fresh.
+    """Usable part of a pool's samples. `work`: waiting and running work by kind. `throughput`: per replica. `latency`: None unless fresh.
 
-    `current` is the size that counts, `ready` the pods that serve, unchanged for `settled_seconds`.
+    `current`: the size that counts. `ready`: number of pods that serve, unchanged for `settled_seconds`.
     """
 
     policy: PoolPolicy
@@ -72,11 +72,11 @@ class Measurements:
 
     @property
     def backlog_seconds(self) -> float:
-        """How long one replica would work on it; kinds of unknown throughput left out."""
-        known = (
+        """Seconds that one replica would need for the work, without kinds of unknown throughput."""
+        seconds = (
             amount / self.throughput[kind] for kind, amount in self.work.items() if kind in self.throughput
         )
-        return min(sum(known), LONGEST_BACKLOG_SECONDS)
+        return min(sum(seconds), LONGEST_BACKLOG_SECONDS)
 
 
 def backlog(measured: Measurements) -> Signal | None:
@@ -122,9 +122,9 @@ def sequences(measured: Measurements) -> Signal | None:
         return None
     total = sum(load.decode_running + load.decode_waiting for load in measured.loads)
     total += measured.demand.sequences
-    each = _mean(load.decode_max_sequences for load in measured.loads)
-    share = _summed(total, each, measured)
-    return replace(share, observed=share.observed * each, target=share.target * each) if share else None
+    slots = _mean(load.decode_max_sequences for load in measured.loads)
+    share = _summed(total, slots, measured)
+    return replace(share, observed=share.observed * slots, target=share.target * slots) if share else None
 
 
 def inter_token_latency(measured: Measurements) -> Signal | None:
@@ -151,7 +151,7 @@ def held_requests(measured: Measurements) -> Signal | None:
 class SignalRule:
     """A signal: its name, the function that measures it, and its sentence in Events and `mmd explain`.
 
-    `measure` returns None for a pool that it does not concern or that has no such load. `sentence` is filled in with `observed`,
+    `measure` returns None if it does not concern the pool or the pool has no such load. `sentence` has placeholders for `observed`,
     `target` and `ready`, the number of pods that serve.
     """
 
@@ -160,12 +160,12 @@ class SignalRule:
     sentence: str
 
     def signal(self, measured: Measurements) -> Signal | None:
-        """The signal under its name and in its words."""
-        found = self.measure(measured)
-        if found is None:
+        """Measure the signal, and add its name and words."""
+        signal = self.measure(measured)
+        if signal is None:
             return None
-        words = self.sentence.format(observed=found.observed, target=found.target, ready=measured.ready)
-        return replace(found, metric=self.name, words=words)
+        words = self.sentence.format(observed=signal.observed, target=signal.target, ready=measured.ready)
+        return replace(signal, metric=self.name, words=words)
 
 
 SIGNALS: tuple[SignalRule, ...] = (
@@ -205,14 +205,14 @@ SIGNALS: tuple[SignalRule, ...] = (
         "{observed:.0f} requests are held at the gateway ({ready} replicas ready)",
     ),
 )
-"""The largest need counts, the first of equals."""
+"""All signals. The largest need counts; among equals, the first."""
 SIGNAL_METRICS = tuple(rule.name for rule in SIGNALS)
 
 
 def observe(
     now: float, policy: PoolPolicy, samples: PoolSamples, current: int, history: History
 ) -> Observation:
-    """The signals of a pool's roles, and the history with this tick and the newest throughput in it."""
+    """Measure the signals of a pool's roles, and record this tick and the newest throughput in the history."""
     ready = sum(p.state == "ready" for p in samples.pods)
     history = history.begin_tick(now, ready)
     loads, missing = _usable_loads(now, policy, samples.pods)
@@ -237,9 +237,9 @@ def observe(
         work=work,
         throughput=history.throughput,
     )
-    found = (rule.signal(measurements) for rule in SIGNALS)
+    signals = (rule.signal(measurements) for rule in SIGNALS)
     return Observation(
-        signals=tuple(s for s in found if s is not None),
+        signals=tuple(s for s in signals if s is not None),
         missing=tuple(missing),
         ready=ready,
         stuck=sum(_is_stuck(now, policy, pod) for pod in samples.pods if not pod.surge),
@@ -262,7 +262,7 @@ def _is_unplaced(now: float, policy: PoolPolicy, pod: PodSample) -> bool:
 def _usable_loads(
     now: float, policy: PoolPolicy, pods: Iterable[PodSample]
 ) -> tuple[list[PodLoad], list[str]]:
-    """Loads of pods that hold work, and what is wrong with those of ready pods that should have sent one."""
+    """Loads of pods that hold work, and the problems of ready pods without a usable load."""
     loads, missing = [], []
     for pod in pods:
         if pod.state not in ("ready", "draining"):
@@ -294,7 +294,7 @@ def _usable_demand(now: float, policy: PoolPolicy, demand: Demand | None) -> tup
 def _usable_latency(
     now: float, policy: PoolPolicy, latency: Latency | None
 ) -> tuple[Latency | None, str | None]:
-    """Only a pool that prefills under an SLO needs one."""
+    """Fresh latency, or the problem if it is missing. Only a pool that prefills under an SLO needs it."""
     if "prefill" not in policy.roles or policy.ttft_slo_seconds is None:
         return None, None
     if latency is None or not abs(now - latency.received_at) <= policy.stale_after_seconds:
@@ -313,7 +313,7 @@ def _throughput(loads: list[PodLoad]) -> dict[str, float]:
 
 
 def _work(policy: PoolPolicy, loads: list[PodLoad], demand: Demand) -> dict[str, float]:
-    """Work that waits or runs, by kind, in pods and before them."""
+    """Waiting and running work by kind, in pods and before them."""
     work: dict[str, float] = {}
     if "encode" in policy.roles or policy.encodes_small_media:
         queues: list[Mapping[Modality, float]] = [
@@ -329,31 +329,31 @@ def _work(policy: PoolPolicy, loads: list[PodLoad], demand: Demand) -> dict[str,
 
 
 def _prompt_tokens(policy: PoolPolicy, load: PodLoad) -> float:
-    """Prompt tokens that this pool can work on: those behind media that another pool encodes are no reason to grow yet."""
+    """Prompt tokens that this pool can work on. Tokens behind media that another pool encodes are no reason to grow yet."""
     elsewhere = 0.0 if "encode" in policy.roles else load.prefill_blocked_tokens
     return max(0.0, load.prefill_waiting_tokens - elsewhere)
 
 
-def _summed(total: float, each: float, measured: Measurements) -> Signal | None:
-    """A signal whose observations add up over pods, where one pod holds `each` at most. None where there is no load."""
-    if total <= 0 or each <= 0:
+def _summed(total: float, capacity: float, measured: Measurements) -> Signal | None:
+    """A signal whose observations add up over pods, each of which holds at most `capacity`. None without load."""
+    if total <= 0 or capacity <= 0:
         return None
-    full = min(total / each, MOST_REPLICAS)
+    full = min(total / capacity, MOST_REPLICAS)
     target, pods = measured.policy.target_utilization, len(measured.loads)
     return Signal(full / pods, target, full / target, full)
 
 
 def _latency(observed: float, slo: float, settled: bool, measured: Measurements) -> Signal | None:
-    """Hold near the SLO, grow beyond it; only once the pods that are ready now have made the whole measurement."""
-    over = observed / slo
-    if not over > LATENCY_COMFORT:
+    """Hold near the SLO; grow beyond it, but only if the pods ready now have made the whole measurement."""
+    ratio = observed / slo
+    if not ratio > LATENCY_COMFORT:
         return None
     need = float(max(measured.current, 1))
-    if over > 1 and settled:
-        need = max(need, measured.ready * (1 + min(over - 1, LATENCY_STEP)))
+    if ratio > 1 and settled:
+        need = max(need, measured.ready * (1 + min(ratio - 1, LATENCY_STEP)))
     return Signal(observed, slo, need, full=0.0)
 
 
 def _mean(values: Iterable[float]) -> float:
-    known = [value for value in values if value > 0]
-    return sum(known) / len(known) if known else 0.0
+    positive = [value for value in values if value > 0]
+    return sum(positive) / len(positive) if positive else 0.0

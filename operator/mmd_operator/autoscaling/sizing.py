@@ -1,4 +1,4 @@
-"""The rules that size one pool: each takes the state so far and returns it with its change, and the effect that people read.
+"""Rules that size one pool: each takes the state so far, and returns the changed state and an effect for people to read.
 
 `decide.RULES` lists them in the order in which they apply. The first paragraph of a docstring is the rule's sentence in `mmd explain`
 and in docs/autoscaling-mechanism.md. Pure; time is part of the state.
@@ -16,21 +16,21 @@ from mmd_operator.autoscaling.policy import PoolPolicy
 from mmd_operator.autoscaling.signals import MOST_REPLICAS, Observation
 
 RATE_PERIOD_SECONDS = 15.0
-"""`maxScaleUpPercent` and `maxScaleDownPercent` are of the size this long ago."""
+"""`maxScaleUpPercent` and `maxScaleDownPercent` apply to the size this long ago."""
 PANIC_HOLD_WINDOWS = 10
 MAX_FUTILE_STARTS = 2
-"""Pods that are started in place of others that do not start. A bad node costs one or two; more do not start for a reason that
-another pod would meet too."""
+"""Most pods started in place of others that do not start. A bad node costs one or two; if more do not start, another pod would fail for
+the same reason."""
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One pool at one tick: what is known of it, and the size that the rules so far give it.
+    """One pool at one tick: the facts about it, and its size after the rules so far.
 
-    `needed` replicas meet the targets of all signals; `wanted` are these and replacements of pods that do not start. `replicas` is
-    the size so far, until a rule settles it with its reason. `floor` is the minimum now, schedules included. `requested`: the size that
-    others ask for, where that is known.
+    `needed` replicas meet the targets of all signals; `wanted` adds replacements of pods that do not start. `replicas`: the size so
+    far, until a rule settles it with its reason. `floor`: the minimum now, schedules included. `requested`: the size that another
+    client asks for, if known.
     """
 
     now: float
@@ -55,7 +55,7 @@ class State:
         current: int,
         requested: int | None = None,
     ) -> State:
-        """What the signals ask for, before any rule."""
+        """The state that the signals ask for, before any rule."""
         signals = observation.signals
         needed = max((math.ceil(min(s.need, MOST_REPLICAS) - ROUNDING) for s in signals), default=0)
         return cls(
@@ -88,7 +88,7 @@ class State:
 
     @property
     def floor_limit(self) -> Limit:
-        """What sets the minimum now."""
+        """The limit that sets the minimum now."""
         return "Schedule" if self.floor > self.policy.min_replicas else "MinReplicas"
 
     def seen(self, window_seconds: float) -> bool:
@@ -96,11 +96,11 @@ class State:
         return self.now - self.history.observed_since >= window_seconds
 
     def settled(self, replicas: int, reason: ScalingReason) -> State:
-        """With a size that no later rule changes."""
+        """A copy with a size that no later rule changes."""
         return replace(self, replicas=replicas, reason=reason, is_settled=True)
 
     def instead(self, replicas: int) -> str:
-        """A size and the one that it replaces, for an effect."""
+        """Words for an effect: a size and the size that it replaces."""
         return f"{in_replicas(replicas)} instead of {self.replicas}"
 
 
@@ -194,11 +194,11 @@ def raise_to_minimum(state: State) -> RuleResult:
 
 def lower_to_maximum(state: State) -> RuleResult:
     """A pool above its maximum is lowered to it at once."""
-    most = state.policy.max_replicas
-    if state.current <= most:
+    maximum = state.policy.max_replicas
+    if state.current <= maximum:
         return state, None
-    return state.settled(most, "OutOfBounds"), AppliedRule.of(
-        lower_to_maximum, in_replicas(most), "MaxReplicas"
+    return state.settled(maximum, "OutOfBounds"), AppliedRule.of(
+        lower_to_maximum, in_replicas(maximum), "MaxReplicas"
     )
 
 
@@ -251,8 +251,8 @@ def stabilize(state: State) -> RuleResult:
         if stable > size:
             size = min(stable, state.current)
     elif state.grows and state.current > 0 and not state.panicking:
-        seen = state.seen(state.policy.scale_up_stabilization_seconds)
-        stable = state.history.wanted_low.extreme if seen else state.current
+        window_seen = state.seen(state.policy.scale_up_stabilization_seconds)
+        stable = state.history.wanted_low.extreme if window_seen else state.current
         if stable < size:
             size = max(stable, state.current)
     return _resized(state, size, stabilize, "Stabilization")
@@ -281,12 +281,12 @@ def limit_rate(state: State) -> RuleResult:
     size = state.replicas
     if state.grows and not state.panicking:
         base = history.size_low.extreme
-        most = max(base + 1, math.floor(base * (1 + policy.max_scale_up) + ROUNDING), current)
-        size = min(size, most)
+        largest = max(base + 1, math.floor(base * (1 + policy.max_scale_up) + ROUNDING), current)
+        size = min(size, largest)
     elif state.shrinks:
         base = history.size_high.extreme
-        least = min(base - 1, math.ceil(base * (1 - policy.max_scale_down) - ROUNDING), current)
-        size = max(size, least)
+        smallest = min(base - 1, math.ceil(base * (1 - policy.max_scale_down) - ROUNDING), current)
+        size = max(size, smallest)
     return _resized(state, size, limit_rate, "RateLimit")
 
 
@@ -327,7 +327,8 @@ def report_pods_that_do_not_start(state: State) -> RuleResult:
 
 def report_unschedulable_pods(state: State) -> RuleResult:
     """The load needs pods that no node takes; the pool grows all the same."""
-    unplaced = state.observation.unplaced  # it grows because a cluster autoscaler reacts to pending pods
+    # the pool grows, because a cluster autoscaler reacts to pending pods
+    unplaced = state.observation.unplaced
     if not unplaced or state.wanted <= state.current - unplaced:
         return state, None
     return state, AppliedRule.of(
@@ -336,7 +337,7 @@ def report_unschedulable_pods(state: State) -> RuleResult:
 
 
 def _resized(state: State, replicas: int, rule: Callable[[State], RuleResult], limit: Limit) -> RuleResult:
-    """With another size, if it is another."""
+    """Resize the state by a rule; without an effect if the size stays the same."""
     if replicas == state.replicas:
         return state, None
     return replace(state, replicas=replicas), AppliedRule.of(rule, state.instead(replicas), limit)
