@@ -1,1 +1,1 @@
-"""Builders of Kubernetes objects, one noun a file. Pure: independent of the cluster and of clients."""
+"""Builders of Kubernetes objects, one noun per file. Pure: independent of the cluster and of clients."""

@@ -1,4 +1,4 @@
-"""The ConfigMap with the configuration of a pipeline revision: one file for each component, with the fields that it reads."""
+"""ConfigMap with the configuration of a pipeline revision: one file per component, with the fields that the component reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmd_operator.resources.naming import Manifest, RevisionScope
 
 
 def config_map(scope: RevisionScope) -> Manifest:
-    """`COMPONENT.json` for the gateway and every pool of this revision."""
+    """ConfigMap with `COMPONENT.json` for the gateway and every pool of this revision."""
     components: list[Component] = [*(p for p in POOL_NAMES if getattr(scope.spec, p) is not None), "gateway"]
     return {
         "apiVersion": "v1",

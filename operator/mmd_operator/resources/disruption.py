@@ -1,7 +1,7 @@
 """PodDisruptionBudgets: a node drain takes one pod of a component at a time, so that held requests can be handed over.
 
-A budget limits how many pods may be away, not how many must stay: with minAvailable, the only pod of a component (NATS has one) could
-never be evicted, and `kubectl drain` would wait for ever. While NATS moves, workers keep what they hold and connect again.
+A budget limits how many pods may be unavailable, not how many must stay: with minAvailable, the only pod of a component (NATS has one)
+could never be evicted, and `kubectl drain` would wait forever. While NATS moves, workers keep their work and reconnect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mmd_operator.resources.naming import Manifest, RevisionScope
 
 
 def disruption_budget(scope: RevisionScope, component: Component) -> Manifest:
-    """The budget of one component over all its revisions."""
+    """The budget of one component across all its revisions."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",

@@ -1,4 +1,4 @@
-"""What leads clients outside the cluster to the gateway: an HTTPRoute of the Gateway API, to its Service or to an InferencePool; an Ingress."""
+"""Objects that expose the gateway outside the cluster: an HTTPRoute to its Service or to an InferencePool, and an Ingress."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ INFERENCE_VERSION = "v1"
 INFERENCE_POOLS = "inferencepools"
 INSTALL_INFERENCE_EXTENSION = "kubectl apply --server-side -f https://github.com/kubernetes-sigs/gateway-api-inference-extension/releases/download/v1.3.0/manifests.yaml"
 EXPOSING_KINDS = frozenset({"HTTPRoute", "InferencePool", "Ingress"})
-"""No pod needs them: a rollout waits for none, and one that is no longer in the spec goes at once."""
+"""Kinds that no pod needs: a rollout waits for none of them, and an object that is no longer in the spec is removed at once."""
 
 
 def exposure_objects(scope: RevisionScope) -> list[Manifest]:
-    """Those that the spec wants."""
+    """The exposing objects that the spec asks for."""
     gateway, objects = scope.spec.gateway, []
     if gateway.inference_pool is not None:
         objects.append(_inference_pool(scope))
@@ -30,7 +30,7 @@ def exposure_objects(scope: RevisionScope) -> list[Manifest]:
 
 
 def _http_route(scope: RevisionScope, route: HttpRouteSpec) -> Manifest:
-    """Its timeout is off: a gateway has a deadline of its own for every request, and an answer may stream until then."""
+    """HTTPRoute without a timeout: the gateway has its own deadline for every request, and an answer may stream until then."""
     backend = _service(scope.gateway)
     if scope.spec.gateway.inference_pool is not None:
         backend = {"group": INFERENCE_GROUP, "kind": "InferencePool", "name": scope.gateway}
@@ -50,7 +50,7 @@ def _http_route(scope: RevisionScope, route: HttpRouteSpec) -> Manifest:
 
 
 def to_service(route: Manifest) -> Manifest:
-    """The HTTPRoute as it leads to the gateway's Service, which has its name."""
+    """The HTTPRoute with the gateway's Service, which has the route's name, as its backend."""
     (rule,) = route["spec"]["rules"]
     rule = {**rule, "backendRefs": [_service(route["metadata"]["name"])]}
     return {**route, "spec": {**route["spec"], "rules": [rule]}}
@@ -61,10 +61,10 @@ def _service(name: str) -> Manifest:
 
 
 def _inference_pool(scope: RevisionScope) -> Manifest:
-    """Its endpoints are the gateway's pods; each of them answers for all.
+    """InferencePool with the gateway's pods as endpoints; each of them answers for all.
 
-    FailOpen: where no picker answers, the proxy chooses a pod where it can: each pod takes any request, and checks keys and limits itself.
-    Envoy cannot for a request of whose body it has sent a piece.
+    FailOpen: if no picker answers, the proxy chooses a pod if it can. Each pod takes any request, and checks keys and limits itself.
+    Envoy cannot choose once it has sent a piece of the request's body.
     """
     picker = {"name": scope.gateway, "port": {"number": PICKER_PORT}, "failureMode": "FailOpen"}
     return {
@@ -80,8 +80,8 @@ def _inference_pool(scope: RevisionScope) -> Manifest:
 
 
 def _parent(parent: ParentRef) -> Manifest:
-    named = {"name": parent.name, "namespace": parent.namespace, "sectionName": parent.section_name}
-    return {key: value for key, value in named.items() if value is not None}
+    fields = {"name": parent.name, "namespace": parent.namespace, "sectionName": parent.section_name}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _ingress(scope: RevisionScope, ingress: IngressSpec) -> Manifest:

@@ -1,4 +1,4 @@
-"""Deployment and Service of the gateway, the only part of a deployment that clients speak to."""
+"""Deployment and Service of the gateway, the only part of a deployment that clients connect to."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KEYS_FOLDER = "/etc/mmd-keys"
 TLS_FOLDER = "/etc/mmd-tls"
 READINESS_PERIOD_SECONDS = 2
 READINESS_FAILURES = 15
-"""A gateway that is slow, or is looking for its message server, still holds the requests it receives. Removing it from the
-Service would refuse them, and lose requests if it is the only one or all are slow alike. A crash removes it at once.
+"""A slow gateway, or one that is looking for its message server, still holds the requests it receives. Removing it from the Service
+would refuse them, and lose requests if it is the only gateway or all gateways are equally slow. A crash removes it at once.
 """
 
 
 def gateway_objects(scope: RevisionScope) -> list[Manifest]:
-    """Service and Deployment. The gateway's replicas are the spec's: no scaler owns them."""
+    """Service and Deployment of the gateway. Its replicas come from the spec: no scaler owns them."""
     metadata = scope.metadata(scope.gateway, "gateway", of_revision=False)
     service: Manifest = {
         "apiVersion": "v1",
@@ -66,7 +66,7 @@ def gateway_objects(scope: RevisionScope) -> list[Manifest]:
         )
         container["ports"].append({**port, "containerPort": PICKER_PORT})
         container["env"].append({"name": env.PICKER_PORT, "value": str(PICKER_PORT)})
-    # Nodes learn a moment later that the pod leaves the Service: until then it serves as before.
+    # Nodes learn only a moment later that the pod leaves the Service; until then it serves as before.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_SERVICE_SECONDS)]}}}
     deployment = {
         "apiVersion": "apps/v1",
@@ -82,19 +82,21 @@ def gateway_objects(scope: RevisionScope) -> list[Manifest]:
     return [service, deployment]
 
 
-def _balance(wanted: ServiceSpec, service: Manifest) -> None:
-    """What configures the Service's load balancer."""
-    if wanted.annotations:
-        service["metadata"] = {**service["metadata"], "annotations": dict(wanted.annotations)}
-    if wanted.load_balancer_class is not None:
-        service["spec"]["loadBalancerClass"] = wanted.load_balancer_class
-    if wanted.load_balancer_source_ranges:
-        service["spec"]["loadBalancerSourceRanges"] = list(wanted.load_balancer_source_ranges)
+def _balance(spec: ServiceSpec, service: Manifest) -> None:
+    """Set the fields that configure the Service's load balancer."""
+    if spec.annotations:
+        service["metadata"] = {**service["metadata"], "annotations": dict(spec.annotations)}
+    if spec.load_balancer_class is not None:
+        service["spec"]["loadBalancerClass"] = spec.load_balancer_class
+    if spec.load_balancer_source_ranges:
+        service["spec"]["loadBalancerSourceRanges"] = list(spec.load_balancer_source_ranges)
 
 
 def _show_keys(auth: AuthSpec, pod: Manifest, container: Manifest) -> None:
-    """Mount the file of API keys, which follows its Secret. It is not optional: a gateway starts only where the Secret exists, and keeps
-    the file that it has if the Secret is deleted."""
+    """Mount the file of API keys, which follows its Secret.
+
+    It is not optional: a gateway starts only if the Secret exists, and keeps its file if the Secret is deleted.
+    """
     items = [{"key": KEYS_FILE, "path": KEYS_FILE}]
     pod["volumes"].append({"name": KEYS_VOLUME, "secret": {"secretName": auth.keys_secret, "items": items}})
     container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_FOLDER, "readOnly": True})
@@ -102,7 +104,7 @@ def _show_keys(auth: AuthSpec, pod: Manifest, container: Manifest) -> None:
 
 
 def _show_certificate(tls: TlsSpec, pod: Manifest, container: Manifest) -> None:
-    """Mount the TLS certificate and its key, as API keys are. Probes go to the admin port: that of clients is closed without a certificate."""
+    """Mount the TLS certificate and its key like the API keys. Probes use the admin port: without a certificate, the clients' port is closed."""
     items = [{"key": name, "path": name} for name in (TLS_CERTIFICATE, TLS_KEY)]
     pod["volumes"].append({"name": TLS_VOLUME, "secret": {"secretName": tls.secret_name, "items": items}})
     container["volumeMounts"].append({"name": TLS_VOLUME, "mountPath": TLS_FOLDER, "readOnly": True})

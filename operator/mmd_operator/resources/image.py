@@ -1,4 +1,4 @@
-"""The image reference of pods: by digest once the revision's first image is known, so that a moved tag changes nothing."""
+"""Image reference of pods: by digest once the revision's first image is known, so that a moved tag changes nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 def worker_image(image: ImageSpec, pinned: PinnedRevision | None) -> str:
     """The image of the spec, or the same repository with the pinned digest.
 
-    An image that was loaded onto the nodes by hand keeps its tag: its id names no repository, or one that cannot be pulled from.
+    An image loaded onto the nodes by hand keeps its tag: its ID names no repository, or one that cannot be pulled from.
     """
-    written = image.worker
-    if "@" in written or image.pull_policy == "Never" or pinned is None or pinned.image is None:
-        return written
-    repository, _, found = pinned.image.removeprefix("docker-pullable://").partition("@")
-    ours = _without_tag(written)
-    if not _DIGEST.fullmatch(found) or _qualified(repository) != _qualified(ours):
-        return written
-    return f"{ours}@{found}"
+    spec_image = image.worker
+    if "@" in spec_image or image.pull_policy == "Never" or pinned is None or pinned.image is None:
+        return spec_image
+    repository, _, digest = pinned.image.removeprefix("docker-pullable://").partition("@")
+    spec_repository = _without_tag(spec_image)
+    if not _DIGEST.fullmatch(digest) or _qualified(repository) != _qualified(spec_repository):
+        return spec_image
+    return f"{spec_repository}@{digest}"
 
 
 def _without_tag(image: str) -> str:
@@ -31,7 +31,7 @@ def _without_tag(image: str) -> str:
 
 
 def _qualified(repository: str) -> str:
-    """As container runtimes name it: `worker` is `docker.io/library/worker`."""
+    """A repository as container runtimes name it: `worker` is `docker.io/library/worker`."""
     first, slash, rest = repository.partition("/")
     if not slash or not (set(first) & {".", ":"} or first == "localhost"):
         first, rest = "docker.io", repository

@@ -22,49 +22,49 @@ REVISION_LABEL = f"{GROUP}/revision"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 BUILT_ANNOTATION = f"{GROUP}/built"
 """On workloads whose controller replaces pods when the template changes (the gateway's Deployment, LeaderWorkerSets): digest of the
-template as the operator that wrote it built it."""
+template as built by the operator that wrote it."""
 APPLIED_ANNOTATION = f"{GROUP}/applied"
 """On the same workloads: digest of the template as the API server had it after the operator's last apply."""
 CONFIG_HASH_ANNOTATION = f"{GROUP}/config-hash"
 INPUTS_ANNOTATION = f"{GROUP}/inputs"
 """On pods: hash of what they were made from; see `mmd_api.pipeline.inputs_of`."""
 GPUS_ANNOTATION = f"{GROUP}/gpus"
-"""On pods whose GPUs are claims or have another name than nvidia.com/gpu: how many the pod has."""
+"""On pods whose GPUs are claims or have another name than nvidia.com/gpu: the number of GPUs."""
 GPU_RESOURCE_ANNOTATION = f"{GROUP}/gpu-resource"
 """On pods whose GPUs have another name than nvidia.com/gpu: that name."""
 CONFIG_FOLDER = "/etc/mmd"
 GATEWAY_PORT = 8000
-"""Port of the API alone, which an Ingress or a load balancer may expose to everyone."""
+"""Port of the API only; an Ingress or a load balancer may expose it to everyone."""
 ADMIN_PORT = 8080
-"""Port of metrics, state and probes; on a gateway, also of recent requests and of demand."""
+"""Port of metrics, state and probes; on a gateway, also of recent requests and demand."""
 ADMIN_PORT_NAME = "admin"
-"""Name of that port on a gateway's container. A worker has one port, which is called `http`."""
+"""Name of the admin port on a gateway's container. A worker has one port, named `http`."""
 PICKER_PORT = 9002
-"""Port of a gateway with an InferencePool: Gateways ask there, over gRPC, which pod takes a request."""
+"""gRPC port of a gateway with an InferencePool, where Gateways ask which pod takes a request."""
 PICKER_PORT_NAME = "picker"
 NATS_PORT = 4222
 NATS_MONITOR_PORT = 8222
 NATS_ROUTE_PORT = 6222
-"""Port where the servers of a cluster connect to one another."""
+"""Port where the NATS servers of a cluster connect to one another."""
 
 
 WEIGHTS: Literal["weights"] = "weights"
-"""Component of the Job that downloads weights and of their claim. It is none that serves."""
+"""Component of the Job that downloads weights, and of their claim. It serves no requests."""
 LabelledPart = Component | Literal["weights"]
 KEYS_VOLUME = "keys"
-"""The volume of a gateway with the Secret of its API keys."""
+"""A gateway's volume with the Secret of its API keys."""
 TLS_VOLUME = "tls"
-"""The volume of a gateway with the Secret of its TLS certificate."""
+"""A gateway's volume with the Secret of its TLS certificate."""
 
 
 def container_name(component: str) -> str:
-    """Name of the container of a gateway or a worker, beside which a cluster may inject others."""
+    """Name of a gateway's or worker's own container; a cluster may inject others."""
     return "gateway" if component == "gateway" else "worker"
 
 
 @dataclass(frozen=True, slots=True)
 class RevisionScope:
-    """One pipeline revision of one deployment in one namespace: what every builder is given."""
+    """One pipeline revision of one deployment in one namespace, the input of every builder."""
 
     name: str
     namespace: str
@@ -92,7 +92,7 @@ class RevisionScope:
 
     @property
     def nats_servers(self) -> tuple[str, ...]:
-        """Names of the managed NATS servers: of their pods and, where there are several, of a Service for each."""
+        """Names of the managed NATS servers: names of their pods and, if there are several, of each server's Service."""
         return tuple(f"{self.nats}-{ordinal}" for ordinal in range(self.spec.nats.replicas))
 
     def nats_host(self, server: str) -> str:
@@ -105,11 +105,11 @@ class RevisionScope:
         return f"{self.name}-{self.revision}"
 
     def pool(self, pool: PoolName) -> str:
-        """Name of a pool's workload and headless Service of this revision: two revisions can stand side by side."""
+        """Name of a pool's workload and headless Service of this revision: two revisions can exist side by side."""
         return f"{self.name}-{pool}-{self.revision}"
 
     def selector(self, component: LabelledPart | None = None) -> dict[str, str]:
-        """Labels that select this deployment's pods, or those of one component, over all revisions."""
+        """Labels that select the pods of this deployment, or of one of its components, across all revisions."""
         labels = {DEPLOYMENT_LABEL: self.name}
         return labels if component is None else {**labels, COMPONENT_LABEL: component}
 
@@ -137,7 +137,7 @@ class RevisionScope:
 
 
 def claim_of(deployment: str, cache: WeightsCache) -> str:
-    """Name of the claim of a cache. One that the operator makes outlives revisions."""
+    """Name of a cache's claim. A claim created by the operator outlives revisions."""
     return cache.claim_name or f"{deployment}-{WEIGHTS}"
 
 

@@ -1,10 +1,10 @@
-"""The managed NATS servers with JetStream: one pod or a cluster (see `nats_cluster`), their configuration, users and Services.
+"""Managed NATS servers with JetStream: one pod or a cluster (see `nats_cluster`), their configuration, users and Services.
 
 Every user has two names: its own, and one that accepts the password from before the last rotation. A rotation moves the password
 from the first to the second and restarts the servers, which take their passwords from their environment; no client is locked out.
 
-Unless the spec has a claim, a store lives as long as its pod. Encode jobs are published again by the workers that need them, so losing
-the store costs time but no request, and the cluster needs no storage class.
+Unless the spec has a claim, a store lives as long as its pod. Workers republish the encode jobs that they need, so losing the store
+costs time but no request, and the cluster needs no storage class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIG_FOLDER = "/etc/nats"
 STORE_FOLDER = "/data"
 MAX_PAYLOAD_BYTES = 8 * 2**20
 """Larger than any chunk: a request for a prompt of a million tokens is one message."""
-PASSWORD_PREFIX = "NATS_PASSWORD_"  # noqa: S105 - names of variables, no password
+PASSWORD_PREFIX = "NATS_PASSWORD_"  # noqa: S105 - names of variables, not a password
 PASSWORD_KEYS = (*USERS, *map(previous_of, USERS))
 """Keys of the Secret with the passwords of clients."""
 GENERATION_ANNOTATION = f"{GROUP}/password-generation"
@@ -50,18 +50,18 @@ KEYS_ANNOTATION = f"{GROUP}/password-keys"
 
 
 def nats_objects(scope: RevisionScope) -> list[Manifest]:
-    """Secret, ConfigMap, Services and StatefulSet. The Secret has no passwords: `with_passwords` adds them at creation."""
+    """Secret, ConfigMap, Services and StatefulSet of NATS. The Secret has no passwords: `with_passwords` adds them at creation."""
     metadata = scope.metadata(scope.nats, "nats", of_revision=False)
     configuration = _configuration(scope)
     ports = {"client": NATS_PORT, "monitor": NATS_MONITOR_PORT}
     generation = str(scope.spec.nats.password_generation)
     is_cluster = scope.spec.nats.replicas > 1
     keys = (*PASSWORD_KEYS, nats_cluster.ROUTES_KEY) if is_cluster else PASSWORD_KEYS
-    marks = {GENERATION_ANNOTATION: generation, KEYS_ANNOTATION: ",".join(keys)}
+    secret_annotations = {GENERATION_ANNOTATION: generation, KEYS_ANNOTATION: ",".join(keys)}
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {**metadata, "annotations": marks},
+        "metadata": {**metadata, "annotations": secret_annotations},
         "type": "Opaque",
     }
     config_map = {
@@ -106,7 +106,8 @@ def nats_objects(scope: RevisionScope) -> list[Manifest]:
         container["env"] = variables
     if is_cluster:
         container["ports"].append({"name": "routes", "containerPort": NATS_ROUTE_PORT, "protocol": "TCP"})
-    # the server counts messages, and holes of removed ones take as much again until it compacts them: a pod over the limit is evicted
+    # The server's limit counts messages only: holes of removed messages take as much again until it compacts them. A pod over the size
+    # limit of its volume is evicted.
     volume_size = f"{nats.storage_mebibytes * 5 // 2}Mi"
     pod: Manifest = {
         **pod_basics(scope.spec, nats.template, nats.template.termination_grace_period_seconds),
@@ -148,12 +149,12 @@ def nats_objects(scope: RevisionScope) -> list[Manifest]:
             "template": with_overrides(scope, "nats", nats.template, planned),
         },
     }
-    own_services = nats_cluster.services(scope, ports) if is_cluster else []
-    return [secret, config_map, service, *own_services, stateful_set]
+    server_services = nats_cluster.services(scope, ports) if is_cluster else []
+    return [secret, config_map, service, *server_services, stateful_set]
 
 
 def _claims(scope: RevisionScope, size: str) -> Manifest:
-    """The part of a StatefulSet that gives each server a volume, which goes with the deployment but outlives pods."""
+    """StatefulSet fields that give each server a volume. The volume outlives pods, and is deleted with the deployment."""
     claim: Manifest = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     if name := scope.spec.nats.storage_class_name:
         claim["storageClassName"] = name
@@ -166,7 +167,7 @@ def _claims(scope: RevisionScope, size: str) -> Manifest:
 
 
 def password_keys(secret: Manifest) -> list[str]:
-    """Keys that the Secret of `nats_objects` needs; without annotations, those of clients."""
+    """Keys that the Secret of `nats_objects` needs; without annotations, the clients' keys."""
     annotations = secret.get("metadata", {}).get("annotations", {})
     return annotations[KEYS_ANNOTATION].split(",") if KEYS_ANNOTATION in annotations else list(PASSWORD_KEYS)
 
@@ -179,23 +180,23 @@ def with_passwords(secret: Manifest) -> Manifest:
 def password_changes(secret: Manifest, present: Mapping[str, str]) -> list[Manifest]:
     """JSON patch that brings an existing Secret to `secret`, without knowing its passwords. `present`: its annotations.
 
-    Keys that it lacks are added and no other is touched; for another generation, every password moves to the user's second name, and the
-    first gets a new one.
+    Missing keys are added, and no other key is touched. For another generation, every password moves to the user's second name, and
+    the first name gets a new password.
     """
-    wanted = secret["metadata"]["annotations"]
-    marked = present.get(KEYS_ANNOTATION)
-    known = marked.split(",") if marked else USERS  # created before second names existed
-    operations: list[Manifest] = [_set(key) for key in password_keys(secret) if key not in known]
-    if present.get(GENERATION_ANNOTATION, "1") != wanted[GENERATION_ANNOTATION]:
+    desired = secret["metadata"]["annotations"]
+    recorded_keys = present.get(KEYS_ANNOTATION)
+    # a Secret without the annotation was created before second names existed
+    existing_keys = recorded_keys.split(",") if recorded_keys else USERS
+    operations: list[Manifest] = [_set(key) for key in password_keys(secret) if key not in existing_keys]
+    if present.get(GENERATION_ANNOTATION, "1") != desired[GENERATION_ANNOTATION]:
         for user in USERS:
-            if user in known:
+            if user in existing_keys:
                 second = f"/data/{previous_of(user)}"
                 operations += [{"op": "copy", "from": f"/data/{user}", "path": second}, _set(user)]
-    if operations or marked is None:
-        kept = [
-            key for key in known if key not in password_keys(secret)
-        ]  # of a cluster that is one server now
-        annotations = {**present, **wanted, KEYS_ANNOTATION: ",".join([*password_keys(secret), *kept])}
+    if operations or recorded_keys is None:
+        # keys of a former cluster that is one server now
+        other_keys = [key for key in existing_keys if key not in password_keys(secret)]
+        annotations = {**present, **desired, KEYS_ANNOTATION: ",".join([*password_keys(secret), *other_keys])}
         operations.append({"op": "add", "path": "/metadata/annotations", "value": annotations})
     return operations
 
@@ -212,14 +213,14 @@ def _password() -> str:
 def users_configuration(namespace: str, name: str) -> str:
     """The part of nats-server's configuration that defines permissions; passwords come from its environment."""
     lines = ["authorization {", "  users = ["]
-    for user, login in ((of, login) for of in USERS for login in (of, previous_of(of))):
-        may = permissions_of(user, namespace, name)
+    for user, login in ((owner, login) for owner in USERS for login in (owner, previous_of(owner))):
+        permissions = permissions_of(user, namespace, name)
         lines += [
             "    {",
             f"      user: {login}, password: ${PASSWORD_PREFIX}{login}",
             "      permissions: {",
-            f"        publish: {json.dumps(may.publish)}",
-            f"        subscribe: {json.dumps(may.subscribe)}",
+            f"        publish: {json.dumps(permissions.publish)}",
+            f"        subscribe: {json.dumps(permissions.subscribe)}",
             "      }",
             "    }",
         ]
@@ -230,7 +231,7 @@ def _configuration(scope: RevisionScope) -> str:
     """Configuration of nats-server."""
     is_cluster = scope.spec.nats.replicas > 1
     name = f"${nats_cluster.SERVER_NAME}" if is_cluster else scope.nats
-    # a server that has been alone cannot bring its streams into a cluster
+    # a server that ran alone cannot bring its streams into a cluster
     store = f"{STORE_FOLDER}/cluster" if is_cluster else STORE_FOLDER
     return f"""\
 server_name: {name}

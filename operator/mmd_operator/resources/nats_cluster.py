@@ -1,7 +1,7 @@
-"""What several managed NATS servers have beyond one: routes to each other, a Service for each, and nodes of their own.
+"""Additions for several managed NATS servers: routes to each other, a Service for each, and separate nodes.
 
 Each server has a headless Service, so that its name stays when its pod moves and is known before it is Ready: servers find each other
-while none of them is, and clients have all their names. Routes have a password, which is no client's.
+while none of them is Ready, and clients have all their names. Routes have a password that no client has.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from mmd_operator.resources.naming import NATS_ROUTE_PORT, Manifest, RevisionSco
 ALIVE = "/healthz?js-server-only=true"
 """Whether the server itself works, with or without a majority of the others."""
 ROUTES_KEY = "routes"
-"""Of the Secret: the password of the routes. It is not rotated: two servers of different passwords would not form a cluster."""
+"""Key of the routes' password in the Secret. It is not rotated: two servers with different passwords would not form a cluster."""
 SERVER_NAME = "MMD_SERVER_NAME"
 _PASSWORD = "MMD_ROUTES_PASSWORD"  # noqa: S105 - the name of a variable
 _ROUTE = "MMD_ROUTE_"
 
 
 def services(scope: RevisionScope, ports: Mapping[str, int]) -> list[Manifest]:
-    """One headless Service for each server, with its ports for clients and monitoring, and that of routes."""
-    named = {**ports, "routes": NATS_ROUTE_PORT}
+    """One headless Service for each server, with its ports for clients, monitoring and routes."""
+    all_ports = {**ports, "routes": NATS_ROUTE_PORT}
     return [
         {
             "apiVersion": "v1",
@@ -33,7 +33,7 @@ def services(scope: RevisionScope, ports: Mapping[str, int]) -> list[Manifest]:
                 "publishNotReadyAddresses": True,
                 "selector": {**scope.selector("nats"), "statefulset.kubernetes.io/pod-name": server},
                 "ports": [
-                    {"name": n, "port": p, "targetPort": n, "protocol": "TCP"} for n, p in named.items()
+                    {"name": n, "port": p, "targetPort": n, "protocol": "TCP"} for n, p in all_ports.items()
                 ],
             },
         }
@@ -42,7 +42,7 @@ def services(scope: RevisionScope, ports: Mapping[str, int]) -> list[Manifest]:
 
 
 def environment(scope: RevisionScope) -> list[Manifest]:
-    """Variables that `configuration` names: Kubernetes puts the password into each route, since nats-server does not."""
+    """Variables that `configuration` refers to. Kubernetes puts the password into each route, since nats-server does not."""
     secret = {"name": scope.nats, "key": ROUTES_KEY}
     return [
         {"name": SERVER_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -60,8 +60,10 @@ def route(host: str, password: str, port: int = NATS_ROUTE_PORT) -> str:
 
 
 def configuration(scope: RevisionScope) -> str:
-    """The part of nats-server's configuration that makes it one of a cluster. Clients get no addresses from servers: those of pods do
-    not last."""
+    """The part of nats-server's configuration that makes it part of a cluster.
+
+    Servers advertise no addresses to clients, since the addresses of pods do not last.
+    """
     routes = ", ".join(f"${_ROUTE}{number}" for number in range(scope.spec.nats.replicas))
     return f"""\
 cluster {{
@@ -77,7 +79,7 @@ cluster {{
 
 
 def spread(scope: RevisionScope, pod: Manifest) -> None:
-    """Prefer a node for each server, so that the loss of one leaves a majority; an affinity of the pod's own stays."""
+    """Prefer a separate node for each server, so that the loss of one leaves a majority. The pod's own affinity stays."""
     term = {"labelSelector": {"matchLabels": scope.selector("nats")}, "topologyKey": "kubernetes.io/hostname"}
     pod.setdefault("affinity", {}).setdefault(
         "podAntiAffinity",

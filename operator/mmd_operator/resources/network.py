@@ -1,10 +1,10 @@
-"""NetworkPolicies.
+"""NetworkPolicies of a deployment.
 
-Ingress: HTTP (requests, metrics, probes) and a gateway's endpoint picker are for everybody, NATS for the deployment's own pods, and the
-data ports of prefill and decode pods, where KV and vLLM's ranks trust what they receive, for such pods alone.
+Ingress: HTTP (requests, metrics, probes) and a gateway's endpoint picker are open to everybody, and NATS to the deployment's own pods. The
+data ports of prefill and decode pods, where KV and vLLM's ranks trust what they receive, are open only to such pods.
 
-Egress, with `spec.network.egress: Restricted`: DNS, the deployment's own pods, and what the spec makes pods connect to. A host name cannot
-be part of a policy, so what may be anywhere is limited by its port. Of addresses, only media and the hub are limited to public ones.
+Egress, with `spec.network.egress: Restricted`: DNS, the deployment's own pods, and the destinations in the spec. A policy cannot contain a
+host name, so a destination that may be anywhere is limited by its port. Only media and the hub are limited to public addresses.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mmd_operator.resources.naming import (
 
 HTTP_PORTS = [GATEWAY_PORT, ADMIN_PORT]
 KV_POOLS = ["prefill", "decode"]
-"""Whichever of them a deployment has, of one pod or of groups; a rollout may have pods of both layouts."""
+"""Pools that hold KV, in single pods or groups. A deployment may lack one of them, and a rollout may have pods of both layouts."""
 DNS_PORTS = [53, 5353]
-"""A policy sees the port of the pod behind a Service, and OpenShift's DNS pods listen at the second."""
+"""A policy sees the port of the pod behind a Service, and OpenShift's DNS pods listen on the second port."""
 MEDIA_PORTS = [80, 443]
 HUB_PORTS = [443]
 NOT_PUBLIC = {
@@ -43,15 +43,17 @@ _DNS: Manifest = {
 
 
 def network_policies(scope: RevisionScope) -> list[Manifest]:
-    """Of ingress, one policy for the pods that hold KV, with a name that no deployment can have, and one for all others. Of egress, where it
-    is restricted, one for gateways, one for NATS, and one for the pools of this revision: pods of another one may use another model.
+    """Policies of ingress and, if it is restricted, of egress.
+
+    Ingress: one policy for the pods that hold KV, with a name that no deployment can have, and one for all other pods. Egress: one policy
+    for gateways, one for NATS, and one for the pools of this revision, since pods of another revision may use another model.
     """
-    kv_pods, others = _component(scope, "In", KV_POOLS), _component(scope, "NotIn", KV_POOLS)
+    kv_pods, other_pods = _component(scope, "In", KV_POOLS), _component(scope, "NotIn", KV_POOLS)
     own_pods = {"matchLabels": scope.selector()}
     picker = [PICKER_PORT] if scope.spec.gateway.inference_pool is not None else []
     policies = [
         _ingress(scope, f"{scope.name}.kv", kv_pods, kv_pods, HTTP_PORTS),
-        _ingress(scope, scope.name, others, own_pods, [*HTTP_PORTS, *picker]),
+        _ingress(scope, scope.name, other_pods, own_pods, [*HTTP_PORTS, *picker]),
     ]
     return policies + (_egress_policies(scope) if scope.spec.network.egress == "Restricted" else [])
 
@@ -65,7 +67,7 @@ def _component(scope: RevisionScope, operator: str, components: list[str]) -> Ma
 def _ingress(
     scope: RevisionScope, name: str, pods: Manifest, peers: Manifest, open_ports: list[int]
 ) -> Manifest:
-    """`open_ports`: for everybody; others are for `peers` alone."""
+    """Ingress policy of `pods`: everybody may connect to `open_ports`, and only `peers` to other ports."""
     rules = [{"from": [{"podSelector": peers}]}, _at(open_ports)]
     spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": rules}
     return _policy(scope, name, spec, of_revision=False)
@@ -73,12 +75,12 @@ def _ingress(
 
 def _egress_policies(scope: RevisionScope) -> list[Manifest]:
     spec = scope.spec
-    own = {"to": [{"podSelector": {"matchLabels": scope.selector()}}]}
+    to_own_pods = {"to": [{"podSelector": {"matchLabels": scope.selector()}}]}
     nats = {"matchLabels": scope.selector("nats")}
-    named = [spec.observability.otlp_endpoint] if spec.observability.otlp_endpoint is not None else []
+    urls = [spec.observability.otlp_endpoint] if spec.observability.otlp_endpoint is not None else []
     if not spec.nats.managed and spec.nats.url is not None:
-        named += spec.nats.url.split(",")
-    pools = [_DNS, own, *(_at([_port_of(url)]) for url in named)]
+        urls += spec.nats.url.split(",")
+    pools = [_DNS, to_own_pods, *(_at([_port_of(url)]) for url in urls)]
     storage = spec.model.storage
     if storage.type == "Hub" and storage.cache is None:
         pools.append(_public(HUB_PORTS))
@@ -87,8 +89,8 @@ def _egress_policies(scope: RevisionScope) -> list[Manifest]:
         gateway.append(_at([_port_of(spec.gateway.auth.oidc.issuer)]))
     if spec.gateway.media.allow_http:
         gateway.append({} if spec.gateway.media.allow_private_addresses else _public(MEDIA_PORTS))
-    others = ["gateway", "nats", *([WEIGHTS] if storage.cache is not None else [])]
-    workers = _component(scope, "NotIn", others)
+    non_workers = ["gateway", "nats", *([WEIGHTS] if storage.cache is not None else [])]
+    workers = _component(scope, "NotIn", non_workers)
     workers["matchLabels"] = {**workers["matchLabels"], REVISION_LABEL: scope.revision}
     policies = [
         _egress(scope, "gateway", {"matchLabels": scope.selector("gateway")}, gateway),
@@ -104,17 +106,17 @@ def _egress_policies(scope: RevisionScope) -> list[Manifest]:
 
 
 def _of_weights(storage: ModelStorage) -> list[Manifest]:
-    """Where the Job that downloads weights may connect to."""
+    """Egress rules of the Job that downloads weights."""
     if storage.url is not None and storage.url.startswith("http"):
         return [_DNS, _at([_port_of(storage.url)])]
     return [_DNS, _public(HUB_PORTS) if storage.type == "Hub" else _at(HUB_PORTS)]
 
 
 def _egress(
-    scope: RevisionScope, of: str, pods: Manifest, rules: list[Manifest], *, of_revision: bool = False
+    scope: RevisionScope, part: str, pods: Manifest, rules: list[Manifest], *, of_revision: bool = False
 ) -> Manifest:
     spec = {"podSelector": pods, "policyTypes": ["Egress"], "egress": rules}
-    return _policy(scope, f"{scope.name}.egress-{of}", spec, of_revision=of_revision)
+    return _policy(scope, f"{scope.name}.egress-{part}", spec, of_revision=of_revision)
 
 
 def _policy(scope: RevisionScope, name: str, spec: Manifest, *, of_revision: bool) -> Manifest:
@@ -127,7 +129,7 @@ def _policy(scope: RevisionScope, name: str, spec: Manifest, *, of_revision: boo
 
 
 def _at(ports: list[int]) -> Manifest:
-    """Whoever is at the other end, at these ports."""
+    """Rule for these ports and any peer."""
     return {"ports": [_port(port) for port in ports]}
 
 
@@ -141,7 +143,7 @@ def _port(port: int, protocol: str = "TCP") -> Manifest:
 
 
 def _port_of(url: str) -> int:
-    """The port of a URL of the spec; that of its scheme where it has none, or none that is one, which pods then report."""
+    """Port of a URL of the spec, or its scheme's port if the URL has none or an invalid one, which pods then report."""
     try:
         port = urlsplit(url).port
     except ValueError:

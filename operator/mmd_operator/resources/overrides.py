@@ -1,4 +1,4 @@
-"""What a template of the spec changes of a planned pod: parts that it adds, where its pods run, and its patch."""
+"""Changes of a spec's pod template to a planned pod: added parts, placement, and its patch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTAINER_SECURITY: Manifest = {
 
 
 def own_variables(template: PodTemplate) -> list[Manifest]:
-    """The variables of a pod template's overrides."""
+    """Variables from a pod template's overrides."""
     return [
         {"name": e.name, "value": e.value}
         if e.value_from is None
@@ -35,29 +35,29 @@ def own_variables(template: PodTemplate) -> list[Manifest]:
 def with_overrides(
     scope: RevisionScope, component: Component, template: PodTemplate, planned: Manifest
 ) -> Manifest:
-    """A planned pod template with everything that the spec's template has for it, its labels, annotations and variables aside."""
+    """A planned pod template with all overrides of the spec's template, except for labels, annotations and variables."""
     spec: Manifest = planned["spec"]
     container: Manifest = {**spec["containers"][0]}
-    added = _dumped(template, "volumes", "volume_mounts", "sidecars", "init_containers")
+    additions = _dumped(template, "volumes", "volume_mounts", "sidecars", "init_containers")
     if template.env_from:
         container["envFrom"] = [*container.get("envFrom", []), *template.env_from]
-    container["volumeMounts"] = [*container["volumeMounts"], *added["volumeMounts"]]
+    container["volumeMounts"] = [*container["volumeMounts"], *additions["volumeMounts"]]
     pod: Manifest = {
         **spec,
-        "containers": [container, *added["sidecars"]],
-        "volumes": [*spec["volumes"], *added["volumes"]],
+        "containers": [container, *additions["sidecars"]],
+        "volumes": [*spec["volumes"], *additions["volumes"]],
         "securityContext": merged(spec["securityContext"], template.security_context),
     }
-    if added["initContainers"]:
-        pod["initContainers"] = added["initContainers"]
+    if additions["initContainers"]:
+        pod["initContainers"] = additions["initContainers"]
     if template.shared_memory is not None:
         _limit_shared_memory(pod, container, template.shared_memory)
     _place(scope, component, template, pod)
-    whole: Manifest = merged({**planned, "spec": pod}, template.patch)
+    overridden: Manifest = merged({**planned, "spec": pod}, template.patch)
     for kind in ("containers", "initContainers"):
-        if kind in whole["spec"]:
-            whole["spec"][kind] = [_hardened(c, template) for c in whole["spec"][kind]]
-    return whole
+        if kind in overridden["spec"]:
+            overridden["spec"][kind] = [_hardened(c, template) for c in overridden["spec"][kind]]
+    return overridden
 
 
 def _dumped(template: PodTemplate, *fields: str) -> dict[str, list[Manifest]]:
@@ -66,17 +66,17 @@ def _dumped(template: PodTemplate, *fields: str) -> dict[str, list[Manifest]]:
 
 def _limit_shared_memory(pod: Manifest, container: Manifest, limit: str) -> None:
     volume = {"name": SHARED_MEMORY_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": limit}}
-    others = [v for v in pod["volumes"] if v["name"] != SHARED_MEMORY_VOLUME]
-    if len(others) == len(pod["volumes"]):
+    other_volumes = [v for v in pod["volumes"] if v["name"] != SHARED_MEMORY_VOLUME]
+    if len(other_volumes) == len(pod["volumes"]):
         mount = {"name": SHARED_MEMORY_VOLUME, "mountPath": SHARED_MEMORY_FOLDER}
         container["volumeMounts"] = [*container["volumeMounts"], mount]
-        pod["volumes"] = [*others, volume]
+        pod["volumes"] = [*other_volumes, volume]
     else:
         pod["volumes"] = [volume if v["name"] == SHARED_MEMORY_VOLUME else v for v in pod["volumes"]]
 
 
 def _place(scope: RevisionScope, component: Component, template: PodTemplate, pod: Manifest) -> None:
-    """Preferences, which keep no pod from running: replicas on different nodes, prefill near decode."""
+    """Set preferences of placement: replicas on different nodes, prefill near decode. They keep no pod from running."""
     selector = {"matchLabels": _selector(scope, component)}
     if template.topology_spread_constraints is not None:
         spread = [{"labelSelector": selector, **c} for c in template.topology_spread_constraints]
@@ -96,7 +96,10 @@ def _selector(scope: RevisionScope, component: Component) -> dict[str, str]:
 
 
 def _default_spread(scope: RevisionScope, component: Component, selector: dict[str, Any]) -> list[Manifest]:
-    """None for NATS, whose cluster has a preference of its own (`nats_cluster.spread`), and for groups, whose pods exchange tensors at every step."""
+    """Default spread across nodes; none for NATS and for groups.
+
+    A NATS cluster has its own preference (`nats_cluster.spread`), and the pods of a group exchange tensors at every step.
+    """
     if component == "nats" or (component != "gateway" and scope.spec.group_size(component) > 1):
         return []
     return [
@@ -110,7 +113,7 @@ def _default_spread(scope: RevisionScope, component: Component, selector: dict[s
 
 
 def _default_affinity(scope: RevisionScope, component: Component) -> Manifest:
-    """KV goes from prefill to decode."""
+    """Default affinity: prefill near decode, since KV goes from prefill to decode."""
     if component != "prefill":
         return {}
     near = [
@@ -127,10 +130,10 @@ def _default_affinity(scope: RevisionScope, component: Component) -> Manifest:
 
 
 def _hardened(container: Manifest, template: PodTemplate) -> Manifest:
-    """A container within the standard, whatever its own securityContext leaves out; where pods are privileged, unless that says otherwise."""
-    own = container.get("securityContext", {})
+    """A container within the standard, whatever its own securityContext leaves out. For privileged pods, its own securityContext wins."""
+    own_context = container.get("securityContext", {})
     if template.pod_security == "Privileged":
-        return {**container, "securityContext": {**CONTAINER_SECURITY, **own}}
-    context = merged(CONTAINER_SECURITY, own)
+        return {**container, "securityContext": {**CONTAINER_SECURITY, **own_context}}
+    context = merged(CONTAINER_SECURITY, own_context)
     context["capabilities"] = {**context["capabilities"], **CONTAINER_SECURITY["capabilities"]}
     return {**container, "securityContext": context}

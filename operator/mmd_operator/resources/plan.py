@@ -1,4 +1,4 @@
-"""From a MultimodalDeployment to every Kubernetes object of its plan. Pure: imports neither kopf nor a Kubernetes client."""
+"""Plan of a MultimodalDeployment: all its Kubernetes objects. Pure: imports neither kopf nor a Kubernetes client."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def plan_objects(
 ) -> list[Manifest]:
     """Every object of the deployment's present revision, in the order to apply them; the same for the same input.
 
-    `pinned`: what that revision consists of, once that is known. The applier adds the ownerReference, and leaves `spec.replicas` out of every pool that already exists.
+    `pinned`: what that revision consists of, once known. The applier adds the ownerReference, and leaves `spec.replicas` out of every pool
+    that already exists.
 
     Raises:
-        InvalidDeploymentError: it holds what only `mmd up` can serve (a relative model path, which that resolves first).
+        InvalidDeploymentError: the deployment has something that only `mmd up` can serve (a relative model path, which `mmd up` resolves).
     """
     if faults := cluster_faults(deployment):
         raise InvalidDeploymentError(faults)

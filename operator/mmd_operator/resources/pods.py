@@ -1,4 +1,4 @@
-"""What all pods of a deployment share: security, volumes, environment, placement, probes."""
+"""Parts shared by all pods of a deployment: security, volumes, environment, placement, probes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FEATURES_FOLDER = "/var/cache/features"
 FEATURES_OF_DEPLOYMENTS = ".mmd-features"
 LOGIN_FOLDER = "/etc/nats-login"
 LAST_WORDS = "FallbackToLogsOnError"
-"""The end of the log of a container that failed goes into the pod's status, and from there into a condition."""
+"""The end of a failed container's log goes into the pod's status, and from there into a condition."""
 
 POD_SECURITY: Manifest = {
     "runAsNonRoot": True,
@@ -63,7 +63,7 @@ def worker_pod(
     nats_user: str,
     admin_port: int | None = None,
 ) -> Manifest:
-    """Pod template of the gateway or of a pool's worker. `admin_port`: for all that is not for clients, if not `port`."""
+    """Pod template of the gateway or of a pool's worker. `admin_port`: port of everything that is not for clients, if not `port`."""
     container: Manifest = {
         "name": container_name(component),
         "image": worker_image(scope.spec.image, scope.pinned),
@@ -89,10 +89,8 @@ def worker_pod(
         ],
     }
     file = config_file(component)
-    config_item = {
-        "key": file,
-        "path": file,
-    }  # of a whole folder: a file mounted by sub-path is never updated
+    # the whole folder is mounted: a file mounted by sub-path is never updated
+    config_item = {"key": file, "path": file}
     pod: Manifest = {
         **pod_basics(scope.spec, part.template, part.grace_seconds),
         "containers": [container],
@@ -126,31 +124,35 @@ def worker_pod(
 
 
 def _add_gpus(pool: Pool, planned: Manifest, container: Manifest) -> None:
-    """Request the GPUs of a pod, by name or by claims. Those that are not `nvidia.com/gpu` are also counted in an annotation, since a claim
-    does not state how many it is for."""
+    """Request the GPUs of a pod, by name or by claims.
+
+    GPUs other than `nvidia.com/gpu` are also counted in an annotation, since a claim does not state its number of GPUs.
+    """
     if pool.resource_claims:
         container["resources"]["claims"] = [{"name": claim.name} for claim in pool.resource_claims]
         planned["spec"]["resourceClaims"] = [
             {"name": c.name, "resourceClaimTemplateName": c.resource_claim_template_name}
             for c in pool.resource_claims
         ]
-    else:  # a quantity: the API server gives it back as text
+    else:  # a quantity, which the API server returns as text
         limits = container["resources"].get("limits", {})
         container["resources"]["limits"] = {**limits, pool.gpu_resource: str(pool.gpus)}
-    counted = {GPUS_ANNOTATION: str(pool.gpus)}
+    count_annotation = {GPUS_ANNOTATION: str(pool.gpus)}
     if pool.resource_claims:
-        planned["metadata"]["annotations"].update(counted)
+        planned["metadata"]["annotations"].update(count_annotation)
     elif pool.gpu_resource != NVIDIA_GPU:
-        planned["metadata"]["annotations"].update({**counted, GPU_RESOURCE_ANNOTATION: pool.gpu_resource})
+        planned["metadata"]["annotations"].update(
+            {**count_annotation, GPU_RESOURCE_ANNOTATION: pool.gpu_resource}
+        )
 
 
 def _scrape_annotations(port: int) -> dict[str, str]:
-    """The common annotations by which Prometheus finds `/metrics`. A template's own ones win."""
+    """Common annotations by which Prometheus finds `/metrics`. A template's own annotations win."""
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
 
 
 def pod_basics(spec: MultimodalDeploymentSpec, template: PodTemplate, grace_seconds: int) -> Manifest:
-    """Pod fields that every component has: restricted, and without a token of the API server."""
+    """Pod fields of every component: restricted security, and no token of the API server."""
     pod: Manifest = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -159,12 +161,12 @@ def pod_basics(spec: MultimodalDeploymentSpec, template: PodTemplate, grace_seco
     }
     if spec.image.pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in spec.image.pull_secrets]
-    named = {
+    optional_names = {
         "serviceAccountName": template.service_account_name,
         "priorityClassName": template.priority_class_name,
         "runtimeClassName": template.runtime_class_name,
     }
-    return pod | {key: value for key, value in named.items() if value is not None}
+    return pod | {key: value for key, value in optional_names.items() if value is not None}
 
 
 def probe(path: str, *, period: int, failures: int, port: str = "http") -> Manifest:
@@ -193,8 +195,11 @@ def threads(wanted: Resources) -> int:
 
 
 def nats_environment(scope: RevisionScope, user: str) -> list[Manifest]:
-    """How a pod reaches NATS, as `user` of a managed server. The password comes from the Secret in a separate variable:
-    neither a manifest nor the URL, which logs and errors may quote, contains it."""
+    """Variables for a pod's connection to NATS, as `user` of a managed server.
+
+    The password comes from the Secret in a separate variable: neither a manifest nor the URL, which logs and errors may quote,
+    contains it.
+    """
     nats = scope.spec.nats
     if nats.managed:
         names = scope.nats_servers if nats.replicas > 1 else (scope.nats,)
@@ -265,8 +270,10 @@ def _show_annotations(pod: Manifest, container: Manifest) -> None:
 
 
 def _show_login(scope: RevisionScope, user: str, pod: Manifest, container: Manifest) -> None:
-    """Mount the NATS login as files that follow its Secret: a pod that reconnects uses the current password. The variables remain: if
-    a key is missing, they make the pod's start fail and name the key."""
+    """Mount the NATS login as files that follow its Secret: a pod that reconnects uses the current password.
+
+    The variables remain: if a key is missing, they make the pod's start fail and name the key.
+    """
     nats = scope.spec.nats
     if nats.managed:
         secret, keys = scope.nats, {user: "password"}
@@ -298,15 +305,15 @@ def _add_model_storage(scope: RevisionScope, pod: Manifest, container: Manifest)
 
 
 def _add_feature_disk(scope: RevisionScope, disk: DiskCache, pod: Manifest, container: Manifest) -> None:
-    """Mount the volume of the encoder's evicted features; the pod writes below its deployment's folder and its own name: a claim may hold
-    other data.
+    """Mount the volume for the encoder's evicted features.
+
+    The pod writes below its deployment's folder and its own name, since a claim may hold other data.
     """
     if disk.claim_name is not None:
         source: Manifest = {"persistentVolumeClaim": {"claimName": disk.claim_name}}
     else:
-        source = {
-            "emptyDir": {"sizeLimit": f"{disk.size_mebibytes * 9 // 8}Mi"}
-        }  # the kubelet evicts a pod above it
+        # the kubelet evicts a pod above this limit
+        source = {"emptyDir": {"sizeLimit": f"{disk.size_mebibytes * 9 // 8}Mi"}}
     pod["volumes"].append({"name": FEATURES_VOLUME, **source})
     container["volumeMounts"].append({"name": FEATURES_VOLUME, "mountPath": FEATURES_FOLDER})
     folder = f"{FEATURES_FOLDER}/{FEATURES_OF_DEPLOYMENTS}/{scope.namespace}-{scope.name}/$({env.POD_NAME})"
@@ -317,7 +324,7 @@ def _add_feature_disk(scope: RevisionScope, disk: DiskCache, pod: Manifest, cont
 
 
 def add_placement(part: Pool | GatewaySpec | NatsSpec, pod: Manifest) -> None:
-    """Where the pods of a component may run."""
+    """Set where the pods of a component may run."""
     if part.node_selector:
         pod["nodeSelector"] = dict(part.node_selector)
     if part.tolerations:

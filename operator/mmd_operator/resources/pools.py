@@ -1,7 +1,7 @@
 """Workload and headless Service of each pool: one pair for each pipeline revision.
 
-A pool whose replicas are single pods is a StatefulSet; one whose replicas are groups of pods is a LeaderWorkerSet. Which it is, is
-decided here alone.
+A pool whose replicas are single pods is a StatefulSet; a pool whose replicas are groups of pods is a LeaderWorkerSet. Only this module
+decides which.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmd_operator.resources.workload_kinds import LWS_GROUP, LWS_VERSION
 
 
 def initial_replicas(pool: Pool) -> int:
-    """Replicas that a pool is created with. One that may go to zero starts with one, so that its revision can become Ready."""
+    """Replicas of a new pool. A pool that may scale to zero starts with one replica, so that its revision can become Ready."""
     return pool.min_replicas if pool.autoscaling is None else max(1, pool.min_replicas)
 
 
@@ -40,7 +40,7 @@ def pool_objects(scope: RevisionScope, name: PoolName, pool: Pool) -> list[Manif
         "metadata": metadata,
         "spec": {
             "clusterIP": "None",
-            # A worker's peers speak to it while it drains; heartbeats, not DNS, show who takes new work.
+            # A worker's peers talk to it while it drains; heartbeats, not DNS, show which workers take new work.
             "publishNotReadyAddresses": True,
             "selector": scope.pool_selector(name),
             "ports": [{"name": "http", "port": ADMIN_PORT, "targetPort": "http", "protocol": "TCP"}],
@@ -74,11 +74,14 @@ def _stateful_set(
 
 
 def _leader_worker_set(metadata: Manifest, leader: Manifest, replicas: int, size: int) -> Manifest:
-    """Groups of pods that start, fail and are replaced as one. Followers are never Ready for work: they have no readiness probe, so
-    that a group is Ready when its leader is. The Service above has the name that the controller would give its own."""
-    container, *others = leader["spec"]["containers"]
+    """LeaderWorkerSet of groups of pods that start, fail and are replaced as one.
+
+    Followers are never Ready for work: they have no readiness probe, so that a group is Ready when its leader is. The Service above
+    has the name that the controller would give its own Service.
+    """
+    container, *other_containers = leader["spec"]["containers"]
     follower_container = {key: value for key, value in container.items() if key != "readinessProbe"}
-    follower = {**leader, "spec": {**leader["spec"], "containers": [follower_container, *others]}}
+    follower = {**leader, "spec": {**leader["spec"], "containers": [follower_container, *other_containers]}}
     templates: Manifest = {
         "size": size,
         "restartPolicy": "RecreateGroupOnPodRestart",

@@ -11,16 +11,16 @@ BESIDE: Mapping[str, tuple[str, str]] = {
     "ports": ("protocol", "TCP"),
     "topologySpreadConstraints": ("whenUnsatisfiable", "DoNotSchedule"),
 }
-"""What tells entries of one merge key apart in the API's own lists, and its default."""
+"""Second field, and its default, that tells entries of one merge key apart in the API's own lists."""
 EXCLUSIVE = {"value": "valueFrom", "valueFrom": "value"}
-"""Of a variable: what a patch sets removes the other."""
+"""Exclusive fields of a variable: the field that a patch sets removes the other."""
 
 
 def merged(base: Any, patch: Any, field: str = "") -> Any:
-    """`base` with `patch`: objects field by field, lists with a merge key entry by entry, everything else replaced.
+    """Merge `patch` into `base`: objects field by field, lists with a merge key entry by entry; everything else is replaced.
 
-    `field`: the name of the field that both are values of. An entry of a keyed list may have `$patch: delete`, which removes the entry
-    with its key, or `$patch: replace`, which replaces it whole. New entries come last. Neither argument is changed.
+    `field`: name of the field with both values. An entry of a keyed list may have `$patch: delete`, which removes the entry with its
+    key, or `$patch: replace`, which replaces the whole entry. New entries come last. Neither argument is changed.
     """
     if isinstance(base, dict) and isinstance(patch, dict):
         return {**base, **{key: merged(base.get(key), value, key) for key, value in patch.items()}}
@@ -32,26 +32,28 @@ def merged(base: Any, patch: Any, field: str = "") -> Any:
 
 
 def _merged_list(base: list[Any], patch: list[Any], field: str) -> list[Any]:
-    beside, default = BESIDE.get(field, ("", ""))
+    second_field, default = BESIDE.get(field, ("", ""))
 
     def identity(item: Any) -> tuple[Any, ...]:
-        return item[MERGE_KEYS[field]], item.get(beside, default)
+        return item[MERGE_KEYS[field]], item.get(second_field, default)
 
-    found = {identity(item): item for item in base}
+    entries = {identity(item): item for item in base}
     for item in patch:
         key = identity(item)
         content = {name: value for name, value in item.items() if name != DIRECTIVE}
         match item.get(DIRECTIVE):
             case "delete":
-                found.pop(key, None)
+                entries.pop(key, None)
             case "replace":
-                found[key] = merged({}, content)
+                entries[key] = merged({}, content)
             case _:
-                given_up = (
+                removed = (
                     {EXCLUSIVE[name] for name in EXCLUSIVE.keys() & content.keys()}
                     if field == "env"
                     else set()
                 )
-                kept = {name: value for name, value in found.get(key, {}).items() if name not in given_up}
-                found[key] = merged(kept, content)
-    return list(found.values())
+                remaining = {
+                    name: value for name, value in entries.get(key, {}).items() if name not in removed
+                }
+                entries[key] = merged(remaining, content)
+    return list(entries.values())

@@ -1,6 +1,6 @@
-"""The claim with a deployment's weights and the Job that fills it, once for each model, before the pods that mount it start.
+"""Claim for a deployment's weights, and the Job that fills it once for each model, before the pods that mount it start.
 
-The Job needs no GPU and connects to the outside, as gateways do: it has their placement and their ServiceAccount.
+The Job needs no GPU and connects to the outside like gateways, so it has their placement and ServiceAccount.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mmd_operator.resources.overrides import CONTAINER_SECURITY
 from mmd_operator.resources.pods import LAST_WORDS, add_placement, pod_basics
 
 TRIES = 6
-"""That the Job starts a pod again, after pauses of 10 s to 6 min."""
+"""Retries of the Job's pod, after pauses of 10 s to 6 min."""
 DEADLINE_SECONDS = 24 * 3600
 GRACE_SECONDS = 5
 CPU, MEMORY = "1", "2Gi"
-"""Four pieces at a time, their digests, and the libraries."""
+"""Enough for four pieces at a time, their digests, and the libraries."""
 
 
 def weights_objects(scope: RevisionScope) -> list[Manifest]:
-    """The claim, if it is ours, and the Job; none without a cache. A Job never changes: its name has a digest of its template."""
+    """The claim, if the operator owns it, and the Job; nothing without a cache. A Job never changes: its name has a digest of its template."""
     storage = scope.spec.model.storage
     if storage.cache is None:
         return []
@@ -78,7 +78,7 @@ def _own_claim(scope: RevisionScope, cache: WeightsCache) -> list[Manifest]:
 def _template(scope: RevisionScope, storage: ModelStorage, cache: WeightsCache) -> Manifest:
     claim = claim_of(scope.name, cache)
     size = f" of {cache.size_gibibytes} GiB" if cache.size_gibibytes is not None else ""
-    items = [f"--item={one.field}={one.url}" for one in downloads_of(scope.spec)]
+    items = [f"--item={download.field}={download.url}" for download in downloads_of(scope.spec)]
     container: Manifest = {
         "name": WEIGHTS,
         "image": scope.spec.image.worker,  # not the digest that a revision is pinned to later
