@@ -1,1 +1,1 @@
-"""A discrete-event model of the pipeline under the real autoscaler's code: what a policy would have done with a trace, and at what cost."""
+"""Discrete-event model of the pipeline under the real autoscaler's code: the effect of a policy on a trace, and its cost."""

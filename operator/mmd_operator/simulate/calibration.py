@@ -1,7 +1,7 @@
-"""Measured numbers of real workers, as the model of the pipeline takes them: read from a small YAML file, every field with its unit.
+"""Measured numbers of real workers for the model of the pipeline, from a small YAML file in which every field has its unit.
 
-Throughputs can be taken from the loads that live pods report (`Calibration.measured`); what stages take besides their work, from
-timelines of requests (`measured`).
+Throughputs can be taken from the loads that live pods report (`Calibration.measured`), and the time that stages take besides their
+work from timelines of requests (`measured`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ class _Part(BaseModel):
 
 
 class EncoderNumbers(_Part):
-    """One encoder replica: time from asking for a pod to its being ready, media in progress at once, time of a medium outside of
-    the slowest stage (side by side for all in progress), work units a second of the slowest stage (one medium after the other).
+    """Numbers of one encoder replica.
+
+    `startSeconds`: time from asking for a pod until it is ready. `mediaAtOnce`: media in progress at once. `overheadSeconds`: time of a
+    medium outside of the slowest stage (side by side for all media in progress). `workPerSecond`: work units per second of the slowest
+    stage (one medium after the other).
     """
 
     start_seconds: Seconds
@@ -43,7 +46,7 @@ class EncoderNumbers(_Part):
 
 
 class PrefillNumbers(_Part):
-    """One prefill replica: start-up, time per request besides its tokens, prompt tokens a second."""
+    """Numbers of one prefill replica: start-up time, time per request besides its tokens, prompt tokens per second."""
 
     start_seconds: Seconds
     overhead_seconds: Seconds
@@ -51,7 +54,7 @@ class PrefillNumbers(_Part):
 
 
 class DecodeNumbers(_Part):
-    """One decode replica: a step of n sequences takes `stepSeconds + n * stepSecondsPerSequence`; KV blocks of the spec's size."""
+    """Numbers of one decode replica. A step of n sequences takes `stepSeconds + n * stepSecondsPerSequence`. KV blocks have the spec's size."""
 
     start_seconds: Seconds
     step_seconds: Annotated[float, Field(ge=1e-6, le=3600)]
@@ -60,14 +63,14 @@ class DecodeNumbers(_Part):
 
 
 class TransferNumbers(_Part):
-    """Embeddings of one medium to prefill; KV of one token to decode."""
+    """Transfer times of the embeddings of one medium to prefill, and of the KV of one token to decode."""
 
     seconds_per_medium: Seconds
     seconds_per_token: Seconds
 
 
 class DeviceNumbers(_Part):
-    """What utilisation metrics show of a replica whose GPU works.
+    """Utilisation metrics of a replica whose GPU works.
 
     `hostCores`: cores that launch kernels and wait for them (a thread that waits for CUDA spins). `kernelShare`: share of that time
     in which a kernel runs, for one sequence as for a full batch.
@@ -78,12 +81,12 @@ class DeviceNumbers(_Part):
 
 
 class Calibration(_Part):
-    """What one replica of each pool does, and the encoder work of one medium of each kind, for traces that give none.
+    """Numbers of one replica of each pool, and the encoder work of one medium of each kind, for traces that give none.
 
-    `spread`: equally likely factors, by the heaviest medium of a request; it draws one for all of its stages before the first token (no
-    two are alike, and what slows one stage of a request mostly slows the others). Kinds that are not named take what is typical.
-    `contention`: the share by which each other request in flight lengthens the stages of a new one, if replicas share cores; 0 if
-    each has its own.
+    `spread`: equally likely factors, by the heaviest medium of a request. A request draws one factor for all of its stages before the
+    first token (no two requests are alike, and what slows one stage of a request mostly slows the others). Kinds that are not named
+    take the typical time. `contention`: the share by which each other request in flight lengthens the stages of a new request, if
+    replicas share cores; 0 if each has its own.
     """
 
     encoder: EncoderNumbers
@@ -98,7 +101,7 @@ class Calibration(_Part):
 
     @classmethod
     def load(cls, path: str | Path | None) -> Calibration:
-        """Read a YAML file; None: the assumed numbers that come with the package.
+        """Read a YAML file; None: the package's assumed numbers.
 
         Raises:
             InvalidDeploymentError: with every fault in the file.
@@ -115,13 +118,13 @@ class Calibration(_Part):
         calibration = parse(cls, data)
         faults = [
             Fault(f"{field}.{modality}", "is not set; a trace may contain such media")
-            for field, given in (
+            for field, values in (
                 ("media", calibration.media),
                 ("encoder.workPerSecond", calibration.encoder.work_per_second),
                 ("encoder.overheadSeconds", calibration.encoder.overhead_seconds),
             )
             for modality in MODALITIES
-            if modality not in given
+            if modality not in values
         ]
         if faults:
             raise InvalidDeploymentError(faults)
@@ -132,10 +135,10 @@ class Calibration(_Part):
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
 
     def measured(self, loads: Mapping[PoolName, PodLoad]) -> Calibration:
-        """With the throughputs, KV blocks and step time that one busy pod of each pool reported, where it has measured them."""
+        """A copy with the throughputs, KV blocks and step time that one busy pod of each pool reported, if it has measured them."""
         encode, prefill, decode = (loads.get(p, PodLoad()) for p in POOL_NAMES)
         rates = {m: r for m in MODALITIES if (r := encode.encode_work_per_second.get(m, 0.0)) > 0}
-        steps = decode.itl_seconds - decode.decode_running * self.decode.step_seconds_per_sequence
+        step_seconds = decode.itl_seconds - decode.decode_running * self.decode.step_seconds_per_sequence
         return self.model_copy(
             update={
                 "encoder": self.encoder.model_copy(
@@ -150,7 +153,7 @@ class Calibration(_Part):
                 "decode": self.decode.model_copy(
                     update={
                         "kv_blocks": int(decode.kv_blocks_total) or self.decode.kv_blocks,
-                        "step_seconds": steps if steps > 0 else self.decode.step_seconds,
+                        "step_seconds": step_seconds if step_seconds > 0 else self.decode.step_seconds,
                     }
                 ),
             }

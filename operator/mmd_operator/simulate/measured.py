@@ -1,7 +1,7 @@
-"""Measured numbers read off a running deployment: the timelines of recent requests that its gateway keeps, and the loads of its workers.
+"""Calibration from a running deployment: the gateway's timelines of recent requests, and the loads of its workers.
 
-Rates are those that workers publish. What a stage takes besides its work is what its requests took beyond that, at the median, so
-that a machine's hiccups move nothing but the spread. Knows the gateway's JSON; no wire, no cluster.
+Rates are those that workers publish. The overhead of a stage is the median time that requests took in it beyond their work, so that
+a machine's hiccups affect only the spread. Knows the gateway's JSON; no wire, no cluster.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from mmd_operator.simulate.policies import Static
 from mmd_operator.simulate.traces import Trace
 
 LEAST_REQUESTS = 30
-"""Fewer say nothing about a median, let alone a spread."""
+"""Fewer requests say nothing about a median, let alone a spread."""
 MOST_REQUESTS = 512
 ANSWER_SECONDS = 10.0
 SPREAD_POINTS = 100
 JOBS_PER_BATCH_PLACE = 2
-"""An encoder takes twice as many jobs from the queue as its tower has places in a batch: some are decoded while others run."""
+"""An encoder takes twice as many jobs from the queue as its tower's batch has places: some are decoded while others run."""
 _LOAD = TypeAdapter(PodLoad)
 _POOL_OF: dict[Role, PoolName] = {"encode": "encoder", "prefill": "prefill", "decode": "decode"}
 
 
 class NotMeasuredError(ValueError):
-    """A deployment that cannot be calibrated from; the message contains the reason and the remedy."""
+    """A deployment does not allow calibration; the message contains the reason and the remedy."""
 
 
 class _Part(BaseModel):
@@ -82,28 +82,28 @@ class SeenRequest(_Part):
 
     @property
     def ttft_seconds(self) -> float:
-        """From its arrival at the gateway to its first token there."""
+        """Time from its arrival at the gateway to its first token there."""
         return self.first_token - self.arrived
 
     def phase(self, name: str) -> _Phase | None:
-        """The first phase of a name."""
+        """The first phase with this name."""
         return next((p for p in self.phases if p.name == name), None)
 
     def media_of(self, modality: Modality) -> int:
-        """How many of its media are of this modality."""
+        """Number of its media of this modality."""
         return sum(medium.modality == modality for medium in self.media)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Finished requests in the order of their arrival, and one pod's load for each pool that has any."""
+    """Finished requests in order of arrival, and one pod's load for each pool that has any."""
 
     requests: tuple[SeenRequest, ...]
     loads: Mapping[PoolName, PodLoad]
 
     @property
     def trace(self) -> Trace:
-        """The requests, to be run again."""
+        """The requests as a trace, to be run again."""
         first = self.requests[0].arrived if self.requests else 0.0
         counts = {m: np.array([r.media_of(m) for r in self.requests], dtype=np.int64) for m in MODALITIES}
         return Trace(
@@ -116,15 +116,15 @@ class Seen:
 
     @property
     def since(self) -> datetime:
-        """When the first request came."""
+        """Arrival time of the first request."""
         return datetime.fromtimestamp(self.requests[0].arrived, UTC)
 
 
 def look(url: str) -> Seen:
-    """Ask a gateway for the requests that it remembers and the loads that its workers report.
+    """Fetch from a gateway the requests that it remembers and the loads that its workers report.
 
     Raises:
-        NotMeasuredError: no gateway answers there, or too few requests were answered.
+        NotMeasuredError: no gateway answers at `url`, or too few requests were answered.
     """
     url = url.rstrip("/")
     requests = f"{url}{paths.GATEWAY_REQUESTS}"
@@ -134,10 +134,10 @@ def look(url: str) -> Seen:
 
 
 def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Seen:
-    """From the gateway's `/debug/requests/...` and `/debug/state`. Requests that failed, were placed twice or still run are left out.
+    """Read the gateway's `/debug/requests/...` and `/debug/state`. Requests that failed, were placed twice or still run are left out.
 
     Raises:
-        NotMeasuredError: fewer than `LEAST_REQUESTS` are left.
+        NotMeasuredError: fewer than `LEAST_REQUESTS` remain.
     """
     requests = []
     for timeline in timelines:
@@ -162,49 +162,49 @@ def seen(timelines: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> Se
 
 
 def calibrated(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
-    """`base` with everything that was measured; start-up times, and modalities that did not occur, stay as in `base`.
+    """Calibrate `base` with everything that was measured. Start-up times, and modalities that did not occur, stay as in `base`.
 
-    Contention and spread compare TTFTs with those of the same requests in the model, so waiting is not counted twice.
+    Contention and spread compare measured TTFTs with modelled TTFTs of the same requests, so waiting is not counted twice.
     """
     typical = _typical(found, spec, base.measured(found.loads))
     sizes = dict.fromkeys(_POOL_OF.values(), 1)
     modelled = Pipeline(spec, found.trace, typical, Static(), start_sizes=sizes).run().ttft_seconds
     factors = np.array([r.ttft_seconds for r in found.requests]) / modelled
-    others = _others_under_way(found.requests)
-    contention = _contention(others, factors)
-    factors /= 1 + contention * others
+    concurrent = _concurrent_requests(found.requests)
+    contention = _contention(concurrent, factors)
+    factors /= 1 + contention * concurrent
     points = (np.arange(SPREAD_POINTS) + 0.5) / SPREAD_POINTS
     spread = {
-        kind: [round(float(factor), 3) for factor in np.quantile(factors[mine], points)]
-        for kind, mine in found.trace.kinds().items()
-        if mine.any()
+        kind: [round(float(factor), 3) for factor in np.quantile(factors[selected], points)]
+        for kind, selected in found.trace.kinds().items()
+        if selected.any()
     }
     return typical.model_copy(update={"spread": spread, "contention": round(contention, 4)})
 
 
-def _others_under_way(requests: Sequence[SeenRequest]) -> npt.NDArray[np.int64]:
-    """[requests]: how many were being answered when each one arrived."""
+def _concurrent_requests(requests: Sequence[SeenRequest]) -> npt.NDArray[np.int64]:
+    """Number of other requests in progress when each request arrived, [requests]."""
     arrivals, ends = np.array([r.arrived for r in requests]), np.sort([r.last_token for r in requests])
-    before: npt.NDArray[np.int64] = np.arange(len(requests)) - np.searchsorted(ends, arrivals)
-    return before.clip(min=0)
+    in_progress: npt.NDArray[np.int64] = np.arange(len(requests)) - np.searchsorted(ends, arrivals)
+    return in_progress.clip(min=0)
 
 
-def _contention(others: npt.NDArray[np.int64], factors: npt.NDArray[np.float64]) -> float:
-    """The slope of a line through the median factors by number of other requests in flight, as a share of its intercept."""
-    counts = [n for n in np.unique(others) if (others == n).sum() >= LEAST_REQUESTS // 3]
+def _contention(concurrent: npt.NDArray[np.int64], factors: npt.NDArray[np.float64]) -> float:
+    """Slope of a line through the median factor by number of concurrent requests, as a share of its intercept."""
+    counts = [n for n in np.unique(concurrent) if (concurrent == n).sum() >= LEAST_REQUESTS // 3]
     if len(counts) < 2:
         return 0.0
-    medians = [np.median(factors[others == n]) for n in counts]
-    weights = [np.sqrt((others == n).sum()) for n in counts]
-    slope, start = np.polyfit(counts, medians, 1, w=weights)
-    return max(0.0, float(slope / start)) if start > 0 else 0.0
+    medians = [np.median(factors[concurrent == n]) for n in counts]
+    weights = [np.sqrt((concurrent == n).sum()) for n in counts]
+    slope, intercept = np.polyfit(counts, medians, 1, w=weights)
+    return max(0.0, float(slope / intercept)) if intercept > 0 else 0.0
 
 
-def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
-    """Medians of what each stage takes besides its work, over requests that nothing else delayed."""
-    prefills = [p for r in found.requests if (p := r.phase("prefill")) is not None]
-    free = {id(p) for p in _alone(prefills)}
-    text = [r for r in found.requests if not r.media and id(r.phase("prefill")) in free]
+def _typical(observed: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> Calibration:
+    """`base` with the median time of each stage besides its work, over requests that nothing else delayed."""
+    prefills = [p for r in observed.requests if (p := r.phase("prefill")) is not None]
+    alone_ids = {id(p) for p in _alone(prefills)}
+    text = [r for r in observed.requests if not r.media and id(r.phase("prefill")) in alone_ids]
     if len(text) < LEAST_REQUESTS // 3:
         raise NotMeasuredError(
             f"{len(text)} text requests ran alone in prefill and {LEAST_REQUESTS // 3} are needed; send more of them, or send them more slowly"
@@ -213,36 +213,39 @@ def _typical(found: Seen, spec: MultimodalDeploymentSpec, base: Calibration) -> 
     prefill_overhead = _median(max(0.0, _prefill(r) - r.usage.prompt_tokens / rate) for r in text)
     gateway = _median(max(0.0, r.ttft_seconds - _prefill(r)) for r in text)
 
-    encodes = [p for r in found.requests for p in r.phases if p.name == "encode" and "work" in p.detail]
-    free |= {id(p) for p in _alone(encodes)}
+    encodes = [p for r in observed.requests for p in r.phases if p.name == "encode" and "work" in p.detail]
+    alone_ids |= {id(p) for p in _alone(encodes)}
     work, overhead = dict(base.media), dict(base.encoder.overhead_seconds)
-    beside: list[float] = []
+    transfer_seconds: list[float] = []
     for modality in MODALITIES:
-        mine = [p for p in encodes if p.detail.get("modality") == modality]
-        if not mine:
+        phases = [p for p in encodes if p.detail.get("modality") == modality]
+        if not phases:
             continue
-        work[modality] = _median(p.detail["work"] for p in mine)
-        quiet = [p for p in mine if id(p) in free] or mine
-        rate = base.encoder.work_per_second[
-            modality
-        ]  # of the slowest stage; the others are what is left of the phase
-        overhead[modality] = _median(max(0.0, p.seconds - p.detail["work"] / rate) for p in quiet)
-        single = [r for r in found.requests if len(r.media) == 1 and r.media_of(modality) == 1]
-        beside += [
+        work[modality] = _median(p.detail["work"] for p in phases)
+        undisturbed = [p for p in phases if id(p) in alone_ids] or phases
+        # rate of the slowest stage; the other stages take the rest of the phase
+        rate = base.encoder.work_per_second[modality]
+        overhead[modality] = _median(max(0.0, p.seconds - p.detail["work"] / rate) for p in undisturbed)
+        single_medium = [r for r in observed.requests if len(r.media) == 1 and r.media_of(modality) == 1]
+        transfer_seconds += [
             r.ttft_seconds - encode.seconds - _prefill(r) - gateway
-            for r in single
+            for r in single_medium
             if (encode := r.phase("encode")) is not None
-            and id(encode) in free
-            and id(r.phase("prefill")) in free
+            and id(encode) in alone_ids
+            and id(r.phase("prefill")) in alone_ids
         ]
-    step, each = _steps(found.requests, base.decode.step_seconds)
+    step, sequence_seconds = _steps(observed.requests, base.decode.step_seconds)
     at_once = JOBS_PER_BATCH_PLACE * spec.encoder.batching.max_items if spec.encoder else 1
     encoder = base.encoder.model_copy(update={"overhead_seconds": overhead, "media_at_once": at_once})
     prefill = base.prefill.model_copy(update={"overhead_seconds": prefill_overhead})
-    decode = base.decode.model_copy(update={"step_seconds": step, "step_seconds_per_sequence": each})
+    decode = base.decode.model_copy(
+        update={"step_seconds": step, "step_seconds_per_sequence": sequence_seconds}
+    )
     transfer = base.transfer.model_copy(
         update={
-            "seconds_per_medium": max(0.0, _median(beside)) if beside else base.transfer.seconds_per_medium
+            "seconds_per_medium": max(0.0, _median(transfer_seconds))
+            if transfer_seconds
+            else base.transfer.seconds_per_medium
         }
     )
     return base.model_copy(
@@ -264,35 +267,35 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _alone(phases: Sequence[_Phase]) -> list[_Phase]:
-    """Those that no other phase of the same pod overlaps."""
+    """Phases that no other phase of the same pod overlaps."""
     alone = []
     for pod in {p.pod for p in phases}:
-        mine = sorted((p for p in phases if p.pod == pod), key=lambda p: p.start)
+        pod_phases = sorted((p for p in phases if p.pod == pod), key=lambda p: p.start)
         latest = -np.inf
-        for phase, after in zip(mine, [*mine[1:], None], strict=True):
-            if phase.start >= latest and (after is None or after.start >= phase.end):
+        for phase, following in zip(pod_phases, [*pod_phases[1:], None], strict=True):
+            if phase.start >= latest and (following is None or following.start >= phase.end):
                 alone.append(phase)
             latest = max(latest, phase.end)
     return alone
 
 
 def _steps(requests: Sequence[SeenRequest], step: float) -> tuple[float, float]:
-    """Length of a decode step besides its sequences, and what each of them adds: a line through all answers, by least squares.
+    """Length of a decode step besides its sequences, and the time that each sequence adds, by least squares over all answers.
 
-    Where the line makes no sense, `step` is the whole length.
+    If the line makes no sense, the median over all answers is the whole length; with too few answers, `step` is. Sequences then add nothing.
     """
     long = [r for r in requests if r.usage.completion_tokens > 1 and r.last_token > r.first_token]
     if len(long) < LEAST_REQUESTS // 3:
         return step, 0.0
     starts, ends = np.array([r.first_token for r in long]), np.array([r.last_token for r in long])
     itl = (ends - starts) / np.array([r.usage.completion_tokens - 1 for r in long])
-    shared = np.clip(np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts), 0, None).sum(
+    overlap = np.clip(np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts), 0, None).sum(
         axis=1
     )
-    sequences = shared / (ends - starts)
-    each = float(np.polyfit(sequences, itl, 1)[0]) if np.ptp(sequences) > 0 else 0.0
-    alone = float(np.median(itl - each * sequences))
-    return (alone, each) if each >= 0 and alone > 0 else (float(np.median(itl)), 0.0)
+    sequences = overlap / (ends - starts)
+    per_sequence = float(np.polyfit(sequences, itl, 1)[0]) if np.ptp(sequences) > 0 else 0.0
+    fixed = float(np.median(itl - per_sequence * sequences))
+    return (fixed, per_sequence) if per_sequence >= 0 and fixed > 0 else (float(np.median(itl)), 0.0)
 
 
 def _get(url: str) -> Any:

@@ -1,13 +1,13 @@
 """The pipeline as queues and servers under a clock that jumps from event to event, with a scaler asked at every tick.
 
-Encoders take media from one queue (as from JetStream), several at once: they are read and decoded side by side, and the tower runs one
-after the other. A prefill replica takes the next request once a decode replica has
-room for it (reserve, then produce). A decode replica steps all its sequences together: progress is counted in steps, whose
-length depends on how many there are, so a sequence costs two events however long it is. A pool that the spec leaves out is
-served by the next one downstream, which then shares its time. With a share for text, texts and prompts with media have turns at prefill, a
-whole prompt each; else the first come is the first served. With `placing`, each request waits at the prefill replica where it was placed,
-for the decode replica that was chosen with it; else all wait in one queue. `requests` has the trace and its queues, `pools` the pods, `telemetry`
-what a scaler may know.
+Encoders take several media at once from one queue (as from JetStream): media are read and decoded side by side, and the tower runs them one
+after the other. A prefill replica takes the next request once a decode replica has room for it (reserve, then produce). A decode replica
+steps all its sequences together. Progress is counted in steps, whose length depends on the number of sequences, so a sequence costs two
+events however long it is. The work of a pool that the spec leaves out is done by the next pool downstream, which then shares its time.
+
+If text has a share, texts and prompts with media take turns at prefill, a whole prompt each; otherwise the first come is the first
+served. With `placing`, each request waits at the prefill replica where it was placed, for the decode replica that was chosen with it;
+otherwise all requests wait in one queue. `requests` has the trace and its queues, `pools` the pods, `telemetry` what a scaler may know.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SizingPolicy(Protocol):
     """Decides how large each pool should be. Called at every tick, in order of time."""
 
     def sizes(self, now: float, telemetry: Telemetry) -> Mapping[PoolName, int]:
-        """Wanted sizes; a pool that is not named stays as it is."""
+        """Return the wanted sizes; a pool that is not named keeps its size."""
 
 
 class Pipeline:
-    """One run of a trace. `run` once."""
+    """One run of a trace; `run` may be called once."""
 
     def __init__(
         self,
@@ -65,17 +65,18 @@ class Pipeline:
         self._target: list[SimulatedPod | None] = [None] * len(trace)
         self._placing = placing
         self._pods: dict[str, SimulatedPod] = {}
-        self._placed_on: list[SimulatedPod | None] = [None] * len(trace)  # until its prefill begins
+        # pod where a request is placed, until its prefill begins
+        self._placed_on: list[SimulatedPod | None] = [None] * len(trace)
         self._decode_order: list[tuple[str, ...]] = [()] * len(trace)
-        self._stalled: dict[str, SimulatedPod] = {}  # the next request has no place to decode
+        self._stalled: dict[str, SimulatedPod] = {}  # pods whose next request has no place to decode
         self._media_at_once = calibration.encoder.media_at_once
         self._max_sequences = spec.decode.max_sequences
         self._kv_blocks = calibration.decode.kv_blocks
-        self._step = calibration.decode.step_seconds
-        self._step_each = calibration.decode.step_seconds_per_sequence
+        self._step_seconds = calibration.decode.step_seconds
+        self._sequence_seconds = calibration.decode.step_seconds_per_sequence
         chunk_tokens = spec.prefill.chunk_tokens if spec.prefill else PrefillSpec().chunk_tokens
-        self._token = 1.0 / calibration.prefill.tokens_per_second
-        self._chunk = chunk_tokens * self._token
+        self._token_seconds = 1.0 / calibration.prefill.tokens_per_second
+        self._chunk_seconds = chunk_tokens * self._token_seconds
         native = spec.engine.type == "Native"
         self._bound = StepBound.of_chunks(spec.engine.step_seconds, chunk_tokens) if native else None
         self._pools: dict[PoolName, SimulatedPool] = {}
@@ -115,10 +116,10 @@ class Pipeline:
     # --- the clock --------------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        """Every request of the trace, to its end or loss."""
+        """Run every request of the trace to its end or loss."""
         arrivals, heap, count = self._requests.arrivals, self._heap, len(self._requests)
         limit = self._spec.gateway.max_concurrent_requests * self._spec.gateway.replicas
-        last = (arrivals[-1] if arrivals else 0.0) + self._spec.gateway.request_timeout_seconds
+        deadline = (arrivals[-1] if arrivals else 0.0) + self._spec.gateway.request_timeout_seconds
         self._push(0.0, _TICK, None, 0)
         number = 0
         while heap or number < count:
@@ -133,7 +134,7 @@ class Pipeline:
                 continue
             now, _, kind, pod, argument = heapq.heappop(heap)
             if kind == _TICK:
-                if (number == count and self._in_flight == 0) or now > last:
+                if (number == count and self._in_flight == 0) or now > deadline:
                     break
                 self._now = now
                 self._tick()
@@ -162,8 +163,8 @@ class Pipeline:
 
     def _result(self) -> RunResult:
         requests, pools = self._requests, self._pools
-        if never := len(requests) - sum(requests.done):
-            self._lost["unanswered"] = never
+        if unanswered := len(requests) - sum(requests.done):
+            self._lost["unanswered"] = unanswered
         for pool in pools.values():
             pool.replica_seconds += sum(self._now - pod.created for pod in pool.pods)
         names = list(pools)
@@ -201,17 +202,17 @@ class Pipeline:
                 self._place(request)
 
     def _place(self, request: int) -> None:
-        """A prefill replica takes the request: its media go to the encoders."""
+        """Place a request on a prefill replica, and send its media to the encoders."""
         requests = self._requests
         if self._placing is not None:
-            places = self._placing.place(self._now, request, self._telemetry)
-            if places is None:
+            placement = self._placing.place(self._now, request, self._telemetry)
+            if placement is None:
                 self._lose(request, "refused")
                 return
-            self._placed_on[request] = pod = self._pods[places.prefill]
-            self._decode_order[request] = places.decode
-            requests.media_cached[request] = not places.needs_media
-            requests.encoded_here[request] |= places.encode_here
+            self._placed_on[request] = pod = self._pods[placement.prefill]
+            self._decode_order[request] = placement.decode
+            requests.media_cached[request] = not placement.needs_media
+            requests.encoded_here[request] |= placement.encode_here
             pod.assigned += 1
         if self._encoders is not None and self._media_sent(request):
             requests.queued_at[request] = self._now
@@ -225,8 +226,8 @@ class Pipeline:
     def _media_sent(self, request: int) -> bool:
         """Whether encoder pods encode its media."""
         requests = self._requests
-        here = requests.encoded_here[request] or requests.media_cached[request]
-        return any(requests.media[request]) and not here
+        needs_no_encoder = requests.encoded_here[request] or requests.media_cached[request]
+        return any(requests.media[request]) and not needs_no_encoder
 
     def _lose(self, request: int, reason: str, *, counted: bool = True) -> None:
         self._requests.done[request] = 1
@@ -237,14 +238,14 @@ class Pipeline:
             self._in_flight -= 1
 
     def _unblock(self, request: int) -> None:
-        """Nothing of the request is being encoded any more."""
+        """Unblock a request: none of its media is being encoded any more."""
         if self._requests.blocked[request]:
             self._queues.unblock(self._requests, request)
             if (pod := self._placed_on[request]) is not None:
                 pod.blocked_tokens -= self._requests.context[request]
 
     def _unassign(self, request: int) -> None:
-        """The request no longer waits where it was placed."""
+        """Note that a request no longer waits where it was placed."""
         pod, self._placed_on[request] = self._placed_on[request], None
         if pod is not None:
             pod.assigned -= 1
@@ -252,7 +253,7 @@ class Pipeline:
                 (self._prefills or self._decoders).remove_if_empty(pod, self._now)
 
     def _expired(self, request: int) -> bool:
-        """Whether it is over, or its deadline has passed: then it is lost now."""
+        """Whether a request is over. A request past its deadline is lost now."""
         if self._requests.done[request]:
             return True
         if self._now - self._requests.arrivals[request] > self._spec.gateway.request_timeout_seconds:
@@ -276,7 +277,7 @@ class Pipeline:
             self._push(self._now + seconds, _DECODED, pod, medium)
 
     def _decoded(self, pod: SimulatedPod, medium: int) -> None:
-        """A medium is read and decoded, and waits for the tower."""
+        """Queue a medium, which is read and decoded, for the tower."""
         request, modality = divmod(medium, 3)
         pod.host_total += self._requests.overhead_seconds[modality] * self._requests.factor[request]
         pod.tower.append(medium)
@@ -325,7 +326,7 @@ class Pipeline:
                 pod.waiting_media[modality] += sign * count
 
     def _start_placed(self, pod: SimulatedPod) -> None:
-        """The next request of those that were placed here, if the replica is free and one has room to decode it."""
+        """Start the next request that was placed here, if the replica is free and some replica has room to decode it."""
         while pod.waiting and pod.job < 0:
             request = pod.waiting.first
             target = None if self._expired(request) else self._room_for(request, pod)
@@ -339,7 +340,7 @@ class Pipeline:
                 self._unassign(request)
 
     def _room_for(self, request: int, pod: SimulatedPod) -> SimulatedPod | None:
-        """Where a placed request can decode: here, or on the first replica with room in the order of its placement, then on any."""
+        """Find where a placed request can decode: here, or on the first replica with room in the order of its placement, then on any."""
         blocks = self._requests.kv[request]
         if self._prefills is None:
             return pod if self._decoders.has_room(pod, blocks, self._kv_blocks, self._max_sequences) else None
@@ -350,7 +351,7 @@ class Pipeline:
         return self._decoders.with_room(blocks, self._kv_blocks, self._max_sequences, free=False)
 
     def _start_prefill(self) -> None:
-        """First come, first served, or in turns of text and media; a request that no decode replica has room for holds up those behind it."""
+        """Start prefill, first come, first served, or text and media in turns. A request without room to decode holds up those behind it."""
         if self._placing is not None:
             stalled, self._stalled = self._stalled, {}
             for waiting in stalled.values():
@@ -393,17 +394,17 @@ class Pipeline:
         self._push(self._now + seconds, _PREFILLED, pod, 0)
 
     def _piece_seconds(self, pod: SimulatedPod) -> float:
-        """What the prefill of its job adds to one step of its batch."""
+        """Time that the prefill of a pod's job adds to one step of its batch."""
         if self._bound is None or not self._requests.prefills_media(pod.job):
-            return self._chunk
-        return self._bound.tokens(self._decode_seconds(pod), self._token) * self._token
+            return self._chunk_seconds
+        return self._bound.tokens(self._decode_seconds(pod), self._token_seconds) * self._token_seconds
 
     def _decode_seconds(self, pod: SimulatedPod) -> float:
-        """A step of its batch alone."""
-        return self._step + self._step_each * len(pod.batch)
+        """Time of a step of a pod's batch alone."""
+        return self._step_seconds + self._sequence_seconds * len(pod.batch)
 
     def _cached_seconds(self, pod: SimulatedPod, request: int) -> float:
-        """What caches save of the time of a prefill; its last token is always computed."""
+        """Prefill time that caches save. The last token is always computed."""
         if self._placing is None:
             return 0.0
         cached = min(self._placing.begin(pod.name, request), self._requests.context[request] - 1)
@@ -431,11 +432,13 @@ class Pipeline:
         assert target is not None
         if requests.output[request] > 1:
             target.progress(self._now)
-            moved = transfer.seconds_per_token * requests.context[request] if prefills is not None else 0.0
+            transfer_seconds = (
+                transfer.seconds_per_token * requests.context[request] if prefills is not None else 0.0
+            )
             if not target.batch:
                 target.active_since = self._now
-            ends = target.steps + requests.output[request] - 1 + moved / target.step_seconds
-            heapq.heappush(target.batch, (ends, request))
+            end_step = target.steps + requests.output[request] - 1 + transfer_seconds / target.step_seconds
+            heapq.heappush(target.batch, (end_step, request))
             self._change_pace(target)
         else:
             self._finish(target, request)
@@ -448,7 +451,7 @@ class Pipeline:
     # --- decoding ---------------------------------------------------------------------------------------------
 
     def _change_pace(self, pod: SimulatedPod) -> None:
-        """The batch or the concurrent prefill has changed: a new length of step, and a new time at which the first one ends."""
+        """Set a new step length, and a new time at which the first sequence ends, after the batch or the concurrent prefill has changed."""
         pod.progress(self._now)
         pod.step_seconds = self._decode_seconds(pod)
         if self._prefills is None and pod.job >= 0:
@@ -484,7 +487,7 @@ class Pipeline:
     # --- pods -------------------------------------------------------------------------------------------------
 
     def _create(self, pool: SimulatedPool, start_seconds: float) -> None:
-        pod = pool.add(self._now, self._telemetry.marks, self._step, self._prefill_queue())
+        pod = pool.add(self._now, self._telemetry.marks, self._step_seconds, self._prefill_queue())
         self._pods[pod.name] = pod
         if start_seconds <= 0:
             pod.ready = True

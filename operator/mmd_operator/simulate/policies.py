@@ -1,8 +1,9 @@
-"""Scalers to compare: the project's own, and models of what people use today. Each sees only what its real counterpart could.
+"""Scalers to compare: the project's own, and models of those in common use. Each sees only what its real counterpart could see.
 
 The Horizontal Pod Autoscaler follows https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/#algorithm-details:
-desired = ceil(current x utilisation / target), nothing within a tolerance of 10 %, pods that are not ready count as idle when a pool would
-grow, no action without a metric; sync every 15 s, five minutes of stabilisation downwards, at most doubling or four pods per 15 s upwards.
+desired = ceil(current x utilisation / target), no change within a tolerance of 10 %, pods that are not ready count as idle when a pool
+would grow, no action without a metric; sync every 15 s, five minutes of stabilisation downwards, at most doubling or four pods per 15 s
+upwards.
 KEDA drives the same algorithm with queue lengths that it polls every 30 s.
 """
 
@@ -32,9 +33,9 @@ PODS_PER_PERIOD = 4
 
 
 class Autoscaler:
-    """The project's own scaler: it reads what pods and gateways answer exactly as the operator does.
+    """The project's own scaler. It reads the answers of pods and gateways exactly as the operator does.
 
-    `decisions` are those of the last tick, `changes` all that acted.
+    `decisions`: decisions of the last tick. `changes`: all decisions that changed a size.
     """
 
     def __init__(self, policy: DeploymentPolicy) -> None:
@@ -54,20 +55,20 @@ class Autoscaler:
             GATEWAY, now, gateway_report(telemetry.gateway_answer(), GATEWAY, REVISION)
         )
         facts = {pool: telemetry.facts(pool) for pool in scaler.policy.pools}
-        decided = scaler.tick(now, facts, frozenset({GATEWAY}))
-        self.decisions = decided.decisions
-        if decided.bottleneck is not None:
-            pool = decided.bottleneck.pool
+        decision = scaler.tick(now, facts, frozenset({GATEWAY}))
+        self.decisions = decision.decisions
+        if decision.bottleneck is not None:
+            pool = decision.bottleneck.pool
             self.bottleneck_ticks[pool] = self.bottleneck_ticks.get(pool, 0) + 1
-            self.last_bottleneck = decided.bottleneck
-        acting = {pool: d for pool, d in decided.decisions.items() if d.act}
+            self.last_bottleneck = decision.bottleneck
+        acting = {pool: d for pool, d in decision.decisions.items() if d.act}
         self.changes += [d for d in acting.values() if d.replicas != d.current]
         return {pool: d.replicas for pool, d in acting.items()}
 
 
 @dataclass(slots=True)
 class Static:
-    """The sizes that the run began with."""
+    """Scaler that keeps the sizes that the run began with."""
 
     def sizes(self, now: float, telemetry: Telemetry) -> Mapping[PoolName, int]:
         """See `SizingPolicy`."""
@@ -87,8 +88,8 @@ class _HpaBehaviour:
         self.wanted.append((now, desired))
         if desired < current:
             desired = min(current, max(n for _, n in self.wanted))
-        most = max(2 * current, current + PODS_PER_PERIOD)
-        return max(self.minimum, min(desired, most, self.maximum))
+        ceiling = max(2 * current, current + PODS_PER_PERIOD)
+        return max(self.minimum, min(desired, ceiling, self.maximum))
 
 
 Utilization = Literal["cpu", "gpu"]
@@ -109,15 +110,15 @@ class Hpa:
         if now - self.synced < SYNC_SECONDS:
             return {}
         self.synced = now
-        read = telemetry.cpu_utilization if self.metric == "cpu" else telemetry.gpu_utilization
+        utilization_of = telemetry.cpu_utilization if self.metric == "cpu" else telemetry.gpu_utilization
         sizes: dict[PoolName, int] = {}
         for name, rules in self.policy.pools.items():
             behaviour = self.pools.setdefault(
                 name, _HpaBehaviour(max(1, rules.min_replicas), rules.max_replicas)
             )
-            current, use = telemetry.size(name), read(name)
-            if use is not None:
-                desired = desired_replicas(current, telemetry.ready(name), use, self.target)
+            current, utilization = telemetry.size(name), utilization_of(name)
+            if utilization is not None:
+                desired = desired_replicas(current, telemetry.ready(name), utilization, self.target)
                 sizes[name] = behaviour.size(now, current, desired)
         return _within_budget(self.policy, sizes, telemetry)
 
@@ -136,7 +137,7 @@ def desired_replicas(current: int, ready: int, utilization: float, target: float
 
 @dataclass(slots=True)
 class QueueLength:
-    """KEDA with one target per pool: messages a replica (jobs, waiting requests, sequences)."""
+    """KEDA with one target per pool: messages per replica (jobs, waiting requests, sequences)."""
 
     policy: DeploymentPolicy
     targets: Mapping[PoolName, float]
@@ -164,16 +165,16 @@ class QueueLength:
 def _within_budget(
     policy: DeploymentPolicy, sizes: dict[PoolName, int], telemetry: Telemetry
 ) -> dict[PoolName, int]:
-    """Separate scalers know of no budget: the first to grow gets the GPUs, pods of the others stay pending (left out)."""
+    """Sizes that fit the GPU budget. Separate scalers know of none: the first to grow gets the GPUs, and other pods stay pending (left out)."""
     if policy.gpu_budget is None:
         return sizes
     used = sum(telemetry.size(name) * rules.gpus for name, rules in policy.pools.items())
     allowed: dict[PoolName, int] = {}
     for name, size in sizes.items():
-        gpus, have = policy.pools[name].gpus, telemetry.size(name)
-        growth = size - have
+        gpus, present = policy.pools[name].gpus, telemetry.size(name)
+        growth = size - present
         if growth > 0 and gpus:
             growth = max(0, min(growth, (policy.gpu_budget - used) // gpus))
-        allowed[name] = have + growth
+        allowed[name] = present + growth
         used += growth * gpus
     return allowed

@@ -12,7 +12,7 @@ from mmd_operator.simulate.requests import PrefillQueue
 
 
 class SimulatedPod:
-    """One replica. `marks` are its busy seconds at the latest ticks."""
+    """One replica. `marks`: its busy seconds at the latest ticks."""
 
     __slots__ = (
         "active_marks",
@@ -56,7 +56,7 @@ class SimulatedPod:
         self.ready = False
         self.draining = False
         self.job = -1  # the medium in the tower, or the request in prefill
-        self.media = [0, 0, 0]  # in progress, by modality
+        self.media = [0, 0, 0]  # media in progress, by modality
         self.tower: deque[int] = deque()  # media that wait for the tower
         self.busy_since = 0.0
         self.busy_total = 0.0
@@ -71,15 +71,15 @@ class SimulatedPod:
         self.active_since = 0.0
         self.active_total = 0.0
         self.active_marks: deque[float] = deque([0.0], maxlen=marks)
-        self.encode_total = 0.0  # of the busy time of a replica that encodes and prefills
+        self.encode_total = 0.0  # encoding part of the busy time of a replica that also prefills
         self.encode_marks: deque[float] = deque([0.0], maxlen=marks)
         self.host_total = 0.0  # core seconds of reading and decoding media
         self.host_marks: deque[float] = deque([0.0], maxlen=marks)
-        self.assigned = 0  # requests that were placed here and whose prefill has not begun
-        self.waiting = waiting  # those of them that could begin
+        self.assigned = 0  # requests placed here whose prefill has not begun
+        self.waiting = waiting  # assigned requests that could begin
         self.waiting_tokens = 0
-        self.waiting_media = [0, 0, 0]  # that this pod encodes itself, by modality
-        self.blocked_tokens = 0  # of those whose media are being encoded elsewhere
+        self.waiting_media = [0, 0, 0]  # media that this pod encodes itself, by modality
+        self.blocked_tokens = 0  # tokens of assigned requests whose media are being encoded elsewhere
 
     @property
     def empty(self) -> bool:
@@ -87,14 +87,14 @@ class SimulatedPod:
         return self.job < 0 and self.places == 0 and self.assigned == 0
 
     def end_job(self, now: float, encode_share: float) -> None:
-        """The job is done; `encode_share` of its time was encoding."""
+        """End the job; `encode_share` of its time was encoding."""
         seconds = now - self.busy_since
         self.busy_total += seconds
         self.encode_total += seconds * encode_share
         self.job = -1
 
     def progress(self, now: float) -> None:
-        """Steps up to now at the pace so far."""
+        """Count the steps up to now at the pace so far."""
         self.steps += (now - self.steps_at) / self.step_seconds
         self.steps_at = now
 
@@ -125,18 +125,18 @@ class SimulatedPool:
         return any(pod.ready and not pod.draining for pod in self.pods)
 
     def add(self, now: float, marks: int, step_seconds: float, waiting: PrefillQueue) -> SimulatedPod:
-        """A new pod, which is not Ready yet."""
+        """Add a new pod, which is not Ready yet."""
         pod = SimulatedPod(f"{self.name}-{self.created}", self.created, now, marks, step_seconds, waiting)
         self.created += 1
         self.pods.append(pod)
         return pod
 
     def release(self, pod: SimulatedPod) -> None:
-        """The pod is free for the next job."""
+        """Mark the pod as free for the next job."""
         heapq.heappush(self.idle, (pod.number, pod))
 
     def take_idle(self) -> SimulatedPod | None:
-        """The free pod with the lowest number: the highest leave first."""
+        """Take the free pod with the lowest number, since the highest numbers leave first."""
         while self.idle:
             pod = heapq.heappop(self.idle)[1]
             if not pod.draining:
@@ -177,14 +177,14 @@ class SimulatedPool:
         )
 
     def remove_if_empty(self, pod: SimulatedPod, now: float) -> None:
-        """A pod that drains leaves once it holds nothing."""
+        """Remove a draining pod once it holds nothing."""
         if pod.empty:
             self.pods.remove(pod)
             self.replica_seconds += now - pod.created
 
 
 def missing_role(pools: Mapping[PoolName, SimulatedPool]) -> Role | None:
-    """The role without a ready pod for which the gateway holds requests, as its router does; a missing encoder holds up no request."""
+    """The role without a ready pod, for which the gateway's router holds requests. A missing encoder holds up no request."""
     if not pools["prefill" if "prefill" in pools else "decode"].serves():
         return "prefill"
     return None if pools["decode"].serves() else "decode"

@@ -18,8 +18,8 @@ _POINTS = 240
 
 
 def table(trace: Trace, runs: Sequence[Run]) -> Table:
-    """One line a run."""
-    shown = Table(title=f"{trace.name}: {len(trace):,} requests in {trace.seconds:,.0f} s")
+    """Table with one line per run."""
+    rows = Table(title=f"{trace.name}: {len(trace):,} requests in {trace.seconds:,.0f} s")
     for column in (
         "policy",
         "in SLO",
@@ -31,14 +31,14 @@ def table(trace: Trace, runs: Sequence[Run]) -> Table:
         "ITL p95",
         "replicas, mean / most",
     ):
-        shown.add_column(column, justify="left" if column == "policy" else "right")
+        rows.add_column(column, justify="left" if column == "policy" else "right")
     for run in runs:
         ttft, itl = run.result.ttft_seconds, run.result.itl_seconds
         sizes = ", ".join(
             f"{pool[0].upper()} {_mean(n):.1f} / {n.max(initial=0)}"
             for pool, n in run.result.replicas.items()
         )
-        shown.add_row(
+        rows.add_row(
             run.policy,
             f"{run.attainment:.2%}",
             str(sum(run.result.lost.values())),
@@ -47,7 +47,7 @@ def table(trace: Trace, runs: Sequence[Run]) -> Table:
             _seconds(itl, 95),
             sizes,
         )
-    return shown
+    return rows
 
 
 def _mean(values: npt.NDArray[np.int64]) -> float:
@@ -55,15 +55,15 @@ def _mean(values: npt.NDArray[np.int64]) -> float:
 
 
 def _seconds(values: npt.NDArray[np.float64], point: int) -> str:
-    known = values[~np.isnan(values)]
-    if not len(known):
+    valid = values[~np.isnan(values)]
+    if not len(valid):
         return "-"
-    seconds = float(np.percentile(known, point))
+    seconds = float(np.percentile(valid, point))
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def plot(path: Path, trace: Trace, run: Run) -> None:
-    """Arrivals, replicas (ready ones filled) and TTFT over time, as the picture format that the path's suffix names."""
+    """Plot arrivals, replicas (ready ones filled) and TTFT over time, in the picture format of the path's suffix."""
     from matplotlib.figure import Figure
 
     result = run.result
@@ -116,5 +116,5 @@ def plot(path: Path, trace: Trace, run: Run) -> None:
 
 
 def _percentile(values: npt.NDArray[np.float64], point: int) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.percentile(known, point)) if len(known) else float("nan")
+    valid = values[~np.isnan(values)]
+    return float(np.percentile(valid, point)) if len(valid) else float("nan")

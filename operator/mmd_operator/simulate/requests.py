@@ -1,6 +1,6 @@
-"""The requests of a trace: what each costs under a calibration, what became of it so far, and the queues in which they wait.
+"""The requests of a trace: their cost under a calibration, their state so far, and the queues in which they wait.
 
-A request is its number in the trace; everything known of it stands in lists by that number. Independent of pods.
+A request is its number in the trace; everything known about it is in lists by that number. Independent of pods.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mmd_operator.simulate.calibration import KINDS, Calibration
 from mmd_operator.simulate.traces import Trace
 
 SPREAD_SEED = 20_240_501
-"""Of the factors that requests draw: the same trace gives the same run."""
+"""Seed of the factors that requests draw, so that the same trace gives the same run."""
 
 
 class Requests:
-    """Lists by request, in the order of the trace; `work`, `overhead_seconds` and `tower_seconds` are of a medium, by modality."""
+    """Lists by request, in the order of the trace. `work`, `overhead_seconds` and `tower_seconds` are per medium, by modality."""
 
     def __init__(self, spec: MultimodalDeploymentSpec, trace: Trace, calibration: Calibration) -> None:
         encoder, prefill, count = calibration.encoder, calibration.prefill, len(trace)
@@ -42,15 +42,17 @@ class Requests:
         self.output: list[int] = trace.output_tokens.tolist()
         self.kv: list[int] = kv.tolist()
         self.prefill_seconds: list[float] = seconds.tolist()
-        self.alone_seconds: list[float] = (media @ alone).tolist()  # to encode its media one after the other
-        self.encoded_here = bytearray([spec.encoder is None]) * count  # by the replica that prefills
+        # time to encode the media of a request one after the other
+        self.alone_seconds: list[float] = (media @ alone).tolist()
+        # whether the replica that prefills encodes the media
+        self.encoded_here = bytearray([spec.encoder is None]) * count
         self.queued_at = [0.0] * count
         self.first_token = [math.nan] * count
         self.ttft = [math.nan] * count
         self.itl = [math.nan] * count
         self.done = bytearray(count)
         self.blocked = bytearray(count)  # media are being encoded in another pool
-        self.media_cached = bytearray(count)  # in the prefix cache where it is placed
+        self.media_cached = bytearray(count)  # media are in the prefix cache where it is placed
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -60,24 +62,27 @@ class Requests:
         return any(self.media[request]) and not self.media_cached[request]
 
     def own_encode_seconds(self, request: int) -> float:
-        """Of the replica that prefills, for the media that it encodes itself."""
+        """Time that the replica that prefills takes to encode media itself."""
         encodes = self.encoded_here[request] and not self.media_cached[request]
         return self.alone_seconds[request] if encodes else 0.0
 
     def encode_share(self, request: int) -> float:
-        """Of the time of the replica that prefills, what encoding takes."""
+        """Share of encoding in the time of the replica that prefills."""
         encode = self.own_encode_seconds(request)
         return encode / max(encode + self.prefill_seconds[request], 1e-9)
 
 
 class PrefillQueue:
-    """Requests that wait for prefill, first come, first served; with a share of text, texts and prompts with media each so, and whole prompts
-    are taken from the two in turns that give each its share of the tokens."""
+    """Requests that wait for prefill, first come, first served.
+
+    If text has a share, texts and prompts with media wait in a queue each. Whole prompts are taken from the two queues in turns that
+    give each its share of the tokens.
+    """
 
     def __init__(self, requests: Requests, share: TextShare | None = None) -> None:
         self._requests = requests
         self._share = share
-        self._texts: deque[int] = deque()  # without a share all requests
+        self._texts: deque[int] = deque()  # all requests if there is no share
         self._media: deque[int] = deque()
         self._longest = max(requests.context, default=0)
 
@@ -85,7 +90,7 @@ class PrefillQueue:
         return len(self._texts) + len(self._media)
 
     def append(self, request: int) -> None:
-        """The request waits."""
+        """Add a request to its queue."""
         with_media = self._share is not None and self._requests.prefills_media(request)
         (self._media if with_media else self._texts).append(request)
 
@@ -122,19 +127,20 @@ class PrefillQueue:
 
 @dataclass(slots=True)
 class Queues:
-    """Where requests wait, with the sums that pods and gateways report of them."""
+    """Queues of requests, with the sums that pods and gateways report about them."""
 
     prefill: PrefillQueue
     held: deque[int] = field(default_factory=deque)  # at the gateway: a role that they need has no ready pod
     encode: deque[tuple[int, int]] = field(default_factory=deque)  # (request, modality)
-    encode_waiting: list[int] = field(default_factory=lambda: [0, 0, 0])  # media, by modality
+    encode_waiting: list[int] = field(default_factory=lambda: [0, 0, 0])  # waiting media, by modality
     blocked_tokens: int = 0  # prompt tokens of requests whose media are being encoded in another pool
     blocked_requests: int = 0
     prefill_waiting_tokens: int = 0
-    prefill_waiting_media: list[int] = field(default_factory=lambda: [0, 0, 0])  # that prefill encodes itself
+    # waiting media that prefill encodes itself, by modality
+    prefill_waiting_media: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def push_media(self, requests: Requests, request: int) -> None:
-        """The media of a request wait for encoders; until they are done it is blocked."""
+        """Queue the media of a request for encoders; the request is blocked until they are done."""
         requests.blocked[request] = 1
         self.blocked_tokens += requests.context[request]
         self.blocked_requests += 1
@@ -144,19 +150,19 @@ class Queues:
             self.encode_waiting[modality] += count
 
     def pop_medium(self) -> tuple[int, int]:
-        """The next medium."""
+        """Take the next medium."""
         request, modality = self.encode.popleft()
         self.encode_waiting[modality] -= 1
         return request, modality
 
     def unblock(self, requests: Requests, request: int) -> None:
-        """Nothing of a request is being encoded any more."""
+        """Unblock a request: none of its media is being encoded any more."""
         requests.blocked[request] = 0
         self.blocked_tokens -= requests.context[request]
         self.blocked_requests -= 1
 
     def push_prefill(self, requests: Requests, request: int, *, with_media: bool) -> None:
-        """A request waits for prefill, which encodes its media too where no pool of encoders does."""
+        """Queue a request for prefill. With `with_media`, prefill also encodes its media, since there is no pool of encoders."""
         self.prefill.append(request)
         self.prefill_waiting_tokens += requests.context[request]
         if with_media:
@@ -164,7 +170,7 @@ class Queues:
                 self.prefill_waiting_media[modality] += count
 
     def pop_prefill(self, requests: Requests, *, with_media: bool) -> int:
-        """The next request."""
+        """Take the next request."""
         request = self.prefill.pop()
         self.prefill_waiting_tokens -= requests.context[request]
         if with_media:
@@ -174,10 +180,10 @@ class Queues:
 
 
 def _drawn_factors(trace: Trace, calibration: Calibration) -> npt.NDArray[np.float64]:
-    """[requests]"""
+    """The factor that each request draws, [requests]."""
     factors = np.ones(len(trace))
-    for kind, mine in trace.kinds().items():
+    for kind, selected in trace.kinds().items():
         if (spread := calibration.spread.get(kind)) is not None:
             rng = np.random.default_rng([SPREAD_SEED, KINDS.index(kind)])
-            factors[mine] = rng.choice(np.array(spread), int(mine.sum()))
+            factors[selected] = rng.choice(np.array(spread), int(selected.sum()))
     return factors

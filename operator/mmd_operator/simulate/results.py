@@ -1,4 +1,4 @@
-"""What a simulated run produced."""
+"""Result of a simulated run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mmd_api.contract.pools import PoolName
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What became of a trace. Request arrays are in the order of the trace; NaN where a request was lost or had one token.
+    """Outcome of a trace. Request arrays are in the order of the trace, with NaN for a request that was lost or had one token.
 
-    `replicas` and `ready` are [ticks] per pool, at `ticks` seconds. `waited_seconds` is the time requests spent in front of
-    each pool in all.
+    `replicas` and `ready` are [ticks] per pool, at `ticks` seconds. `waited_seconds`: total time that requests spent
+    in front of each pool.
     """
 
     ttft_seconds: npt.NDArray[np.float64]

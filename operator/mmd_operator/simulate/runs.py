@@ -1,6 +1,6 @@
-"""Runs of one trace under several scalers, what each cost and kept, and which static split or policy an SLO needs.
+"""Runs of one trace under several scalers: their cost and SLO attainment, and the static split or policy that an SLO needs.
 
-Everything is one simulation after the other; nothing is estimated besides them.
+Everything is one simulation after the other; nothing else is estimated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_BACKLOG_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy on one trace. `sizes` are those of a static policy; `bottleneck_share` is per pool, of all ticks."""
+    """One policy on one trace. `sizes`: sizes of a static policy. `bottleneck_share`: share of all ticks, per pool."""
 
     policy: str
     result: RunResult
@@ -73,14 +73,14 @@ class Run:
 
 
 def _percentiles(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, float]:
-    known = values[~np.isnan(values)]
-    if not len(known):
+    valid = values[~np.isnan(values)]
+    if not len(valid):
         return {}
-    return {f"p{p}": float(np.percentile(known, p)) for p in (50, 90, 95, 99)}
+    return {f"p{p}": float(np.percentile(valid, p)) for p in (50, 90, 95, 99)}
 
 
-def _thin(values: np.ndarray[tuple[int], np.dtype[np.generic]], most: int = 500) -> list[float]:
-    step = max(1, math.ceil(len(values) / most))
+def _thin(values: np.ndarray[tuple[int], np.dtype[np.generic]], max_points: int = 500) -> list[float]:
+    step = max(1, math.ceil(len(values) / max_points))
     return [float(v) for v in values[::step].tolist()]
 
 
@@ -93,10 +93,10 @@ class Planner:
     calibration: Calibration
     interval_seconds: float = 2.0
     placing: Callable[[MultimodalDeploymentSpec, Trace, Calibration], Placing] | None = None
-    """Who places the requests of a run; None: they wait in one queue."""
+    """Makes the placer of a run's requests; None: they wait in one queue."""
 
     def autoscaler(self, name: str = "autoscaler") -> Run:
-        """Under the project's own autoscaler, with the policy of the spec."""
+        """Run under the project's own autoscaler, with the policy of the spec."""
         scaler = Autoscaler(DeploymentPolicy.of(self.spec))
         result = self._run(scaler)
         ticks = max(1, len(result.ticks))
@@ -108,11 +108,11 @@ class Planner:
         )
 
     def hpa(self, metric: Utilization, target: float = 0.75) -> Run:
-        """Under an HPA on CPU or GPU utilisation."""
+        """Run under an HPA on CPU or GPU utilisation."""
         return self._as_run(f"{metric}-hpa", self._run(Hpa(DeploymentPolicy.of(self.spec), metric, target)))
 
     def queue_length(self, scale: float = 1.0) -> Run:
-        """Under KEDA; targets of two jobs, two requests and half the places of a decode replica, times `scale`."""
+        """Run under KEDA, with targets of two jobs, two requests and half the places of a decode replica, times `scale`."""
         targets: dict[PoolName, float] = {
             "encoder": 2 * scale,
             "prefill": 2 * scale,
@@ -121,24 +121,24 @@ class Planner:
         return self._as_run("queue-length", self._run(QueueLength(DeploymentPolicy.of(self.spec), targets)))
 
     def static(self, sizes: Mapping[PoolName, int]) -> Run:
-        """With sizes that never change."""
+        """Run with sizes that never change."""
         return self._as_run("static", self._run(Static(), sizes), sizes=sizes)
 
     def compared(self) -> Iterator[Run]:
-        """The spec's policy, those that people use today, and a static split of the same cost or a little more."""
-        own = self.autoscaler()
-        yield own
+        """Run the spec's policy, the policies in common use, and a static split of the same cost or a little more."""
+        own_run = self.autoscaler()
+        yield own_run
         yield self.hpa("cpu")
         if any(rules.gpus for rules in DeploymentPolicy.of(self.spec).pools.values()):
             yield self.hpa("gpu")
         yield self.queue_length()
-        yield self.static({pool: max(1, math.ceil(n.mean())) for pool, n in own.result.replicas.items()})
+        yield self.static({pool: max(1, math.ceil(n.mean())) for pool, n in own_run.result.replicas.items()})
 
     def static_split(self, attainment: float) -> Run:
-        """The smallest split found that keeps the SLO for this share of requests; the best one if the budget does not reach.
+        """Search for the smallest split that keeps the SLO for this share of requests; the best split if the budget does not suffice.
 
-        Grows the pool that helps most per GPU from the least that can carry the mean load, then takes back what is not needed.
-        Searches on the busiest stretch of at most 20,000 requests; the result is of the whole trace.
+        Starts with the smallest sizes that carry the mean load, grows the pool that helps most per GPU, then takes back replicas that are
+        not needed. Searches on the busiest stretch of at most 20,000 requests; the result covers the whole trace.
         """
         trial = self._busiest()
         policy = DeploymentPolicy.of(self.spec)
@@ -162,21 +162,21 @@ class Planner:
         return self.static(sizes)
 
     def tuned(self, attainment: float) -> tuple[Run, MultimodalDeploymentSpec]:
-        """The cheapest of a grid of autoscaling targets that keeps the SLO for this share of requests, or the best of them."""
+        """Find the cheapest of a grid of autoscaling targets that keeps the SLO for this share of requests, or else the best."""
         ttft = self.spec.slo.ttft_milliseconds
         base = ttft / 1000 if ttft else DEFAULT_BACKLOG_SECONDS
-        tried = []
+        trials = []
         for utilization in UTILIZATIONS_PERCENT:
             for share in BACKLOG_SHARES_OF_TTFT:
                 changed = _with_targets(self.spec, utilization, max(1, round(base * share * 1000)))
                 planner = replace(self, spec=changed)
-                tried.append(
+                trials.append(
                     (planner.autoscaler(f"autoscaler at {utilization} %, {base * share:g} s"), changed)
                 )
-        good = [entry for entry in tried if entry[0].attainment >= attainment]
-        if good:
-            return min(good, key=lambda entry: entry[0].cost_hours)
-        return max(tried, key=lambda entry: (entry[0].attainment, -entry[0].cost_hours))
+        sufficient = [entry for entry in trials if entry[0].attainment >= attainment]
+        if sufficient:
+            return min(sufficient, key=lambda entry: entry[0].cost_hours)
+        return max(trials, key=lambda entry: (entry[0].attainment, -entry[0].cost_hours))
 
     def least_sizes(self) -> dict[PoolName, int]:
         """Replicas that the mean load would use up entirely, at least one of each pool."""
@@ -192,11 +192,11 @@ class Planner:
         seconds[front] += tokens
         span = max(trace.seconds, 1.0)
         policy = DeploymentPolicy.of(self.spec)
-        least = {pool: max(1, min(math.ceil(s / span), _most(policy, pool))) for pool, s in seconds.items()}
-        while not _fits(policy, least) and max(least.values()) > 1:
-            largest = max(least, key=lambda p: least[p])
-            least[largest] -= 1
-        return least
+        sizes = {pool: max(1, min(math.ceil(s / span), _most(policy, pool))) for pool, s in seconds.items()}
+        while not _fits(policy, sizes) and max(sizes.values()) > 1:
+            largest = max(sizes, key=lambda p: sizes[p])
+            sizes[largest] -= 1
+        return sizes
 
     def _busiest(self) -> Planner:
         count = len(self.trace)
@@ -233,7 +233,7 @@ class Planner:
 
 
 def _most(policy: DeploymentPolicy, pool: PoolName) -> int:
-    """The largest size a static split may give: of an autoscaled pool its bound, of a fixed one whatever the budget allows."""
+    """Largest size in a static split: the bound of an autoscaled pool; for a fixed pool, whatever the budget allows."""
     rules = policy.pools[pool]
     return 1000 if rules.fixed else rules.max_replicas
 

@@ -1,6 +1,6 @@
-"""What a cluster would show of the simulated pipeline: reports of pods and of the gateway, resource metrics, sizes and queues.
+"""Everything that a scaler may know about the simulated pipeline: reports of pods and of the gateway, resource metrics, sizes and queues.
 
-All that a scaler may know. Reads pools, queues and requests; changes nothing in them but the marks of busy time.
+It is what a cluster would show. Reads pools, queues and requests, and changes nothing in them but the marks of busy time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GATEWAY = "gateway-0"
 
 
 class Telemetry:
-    """What scalers read at a tick."""
+    """The data that scalers read at a tick."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class Telemetry:
         )
 
     def record_first_token(self, ttft_seconds: float) -> None:
-        """A request got its first token."""
+        """Record that a request got its first token."""
         self._ttft_by_tick[-1].append(ttft_seconds)
 
     def mark(self, now: float) -> None:
-        """Note how busy every pod has been up to this tick."""
+        """Record how busy every pod has been up to this tick."""
         for pool in self._pools.values():
             for pod in pool.pods:
                 busy = now - pod.busy_since if pod.job >= 0 else 0.0
@@ -70,19 +70,19 @@ class Telemetry:
                 pod.host_marks.append(pod.host_total)
 
     def end_tick(self) -> None:
-        """First tokens from now on belong to the next tick."""
+        """End a tick: first tokens from now on belong to the next one."""
         self._ttft_by_tick.append([])
 
     def size(self, name: PoolName) -> int:
-        """`spec.replicas`: pods that were not asked to leave."""
+        """`spec.replicas`: the number of pods that were not asked to leave."""
         return len(self._pools[name].members())
 
     def ready(self, name: PoolName) -> int:
-        """Pods that take work."""
+        """Number of pods that take work."""
         return len(self._pools[name].ready_pods())
 
     def cpu_utilization(self, name: PoolName) -> float | None:
-        """What the resource metric `cpu` shows: cores that ready pods used over the last ten seconds, over the cores they request.
+        """The resource metric `cpu`: cores that ready pods used over the last ten seconds, over the cores that they request.
 
         A replica without GPUs computes on all its threads; one with GPUs keeps `hostCores` busy while its GPU works. Each medium that is
         read or decoded takes a core. None without ready pods, or where the pool requests no CPU: then an HPA has no metric.
@@ -92,14 +92,14 @@ class Telemetry:
         if not ready or part.resources.cpu is None:
             return None
         requested = _cores(part.resources.cpu)
-        each = self._calibration.device.host_cores if part.gpus else float(threads(part.resources))
-        used = sum(self._working(pod) * each + self._share(pod.host_marks) for pod in ready)
+        cores = self._calibration.device.host_cores if part.gpus else float(threads(part.resources))
+        used = sum(self._working(pod) * cores + self._share(pod.host_marks) for pod in ready)
         return used / len(ready) / requested
 
     def gpu_utilization(self, name: PoolName) -> float | None:
-        """What `DCGM_FI_DEV_GPU_UTIL` shows: the share of the last ten seconds in which a kernel ran, mean over ready pods.
+        """The metric `DCGM_FI_DEV_GPU_UTIL`: the share of the last ten seconds in which a kernel ran, mean over ready pods.
 
-        It says that a GPU works, not how much: one sequence keeps kernels running as a full batch does. None without ready pods or GPUs.
+        It shows that a GPU works, not how much: one sequence keeps kernels running as a full batch does. None without ready pods or GPUs.
         """
         part: Pool = getattr(self.spec, name)
         ready = self._pools[name].ready_pods()
@@ -108,12 +108,12 @@ class Telemetry:
         return sum(map(self._working, ready)) / len(ready) * self._calibration.device.kernel_share
 
     def queue_length(self, name: PoolName) -> int:
-        """Messages that wait for a pool or are worked on in it."""
+        """Number of messages that wait for a pool or are in progress in it."""
         pool, queues = self._pools[name], self._queues
         if name == "encoder":
             return len(queues.encode) + sum(pod.places for pod in pool.pods)
         before_prefill = len(queues.held) + len(queues.prefill)
-        before_prefill += sum(len(pod.waiting) for each in self._pools.values() for pod in each.pods)
+        before_prefill += sum(len(pod.waiting) for any_pool in self._pools.values() for pod in any_pool.pods)
         if name == "prefill":
             return before_prefill + sum(pod.job >= 0 for pod in pool.pods)
         waiting = before_prefill if "prefill" not in self._pools else 0
@@ -134,7 +134,7 @@ class Telemetry:
         return PoolFacts(self.size(name), pods)
 
     def worker_answers(self, name: PoolName) -> Iterator[tuple[str, bytes]]:
-        """Names of the pods that have started, and what each answers at `/state`."""
+        """Name and answer at `/state` of each pod that has started."""
         roles, ready = self.policy.pools[name].roles, self.ready(name)
         for pod in self._pools[name].pods:
             if pod.ready:
@@ -148,7 +148,7 @@ class Telemetry:
                 yield status.pod, status.model_dump_json().encode()
 
     def ready_loads(self, name: PoolName) -> Iterator[tuple[str, tuple[Role, ...], PodLoad]]:
-        """Name, roles and load of the pods that take work, as their heartbeats have them."""
+        """Name, roles and load of each pod that takes work, as in its heartbeats."""
         roles, ready = self.policy.pools[name].roles, self._pools[name].ready_pods()
         for pod in ready:
             yield pod.name, roles, self._load(pod, roles, 1 / len(ready))
@@ -159,18 +159,18 @@ class Telemetry:
         return {MODALITIES[n]: count * self._requests.work[n] for n, count in waiting}
 
     def gateway_answer(self) -> bytes:
-        """What the gateway answers at `/demand`."""
+        """The gateway's answer at `/demand`."""
         missing, queues = missing_role(self._pools), self._queues
         queue = None
         if "encoder" in self._pools:
             queue = EncodeQueueStatus(age_seconds=0.0, waiting_work=self.waiting_encode_work())
-        seen = (ttft for tick in self._ttft_by_tick for ttft in tick)
+        ttfts = (ttft for tick in self._ttft_by_tick for ttft in tick)
         status = GatewayStatus(
             pod=GATEWAY,
             revision=REVISION,
             held={missing: len(queues.held)} if missing is not None else {},
             queue=queue,
-            ttft=FirstTokens.of(seen, self.spec.slo.percentile, TTFT_WINDOW_SECONDS),
+            ttft=FirstTokens.of(ttfts, self.spec.slo.percentile, TTFT_WINDOW_SECONDS),
         )
         return status.model_dump_json().encode()
 
@@ -182,7 +182,7 @@ class Telemetry:
         return min(1.0, self._share(pod.marks) + self._share(pod.active_marks))
 
     def _load(self, pod: SimulatedPod, roles: tuple[Role, ...], share: float) -> PodLoad:
-        """A pod's load; a ready pod has its `share` of what waits for its pool."""
+        """A pod's load. A ready pod has its `share` of the work that waits for its pool."""
         encodes, prefills, decodes = ("encode" in roles), ("prefill" in roles), ("decode" in roles)
         encodes = encodes or (prefills and self._encodes_small_media)
         queues, calibration, decode = self._queues, self._calibration, self.spec.decode

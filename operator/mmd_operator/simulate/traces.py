@@ -50,31 +50,31 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
+        """Time from the first arrival to the last."""
         return float(self.arrivals[-1]) if len(self) else 0.0
 
     def kinds(self) -> dict[Kind, npt.NDArray[np.bool_]]:
-        """Which requests [requests] are of each kind: that of the heaviest medium, or text."""
-        left = np.ones(len(self), dtype=bool)
+        """Masks of the requests of each kind, [requests]. A request has the kind of its heaviest medium, or is text."""
+        remaining = np.ones(len(self), dtype=bool)
         kinds: dict[Kind, npt.NDArray[np.bool_]] = {}
         for modality in HEAVIEST_FIRST:
-            kinds[modality] = left & (self.media[modality] > 0)
-            left &= ~kinds[modality]
-        return {"text": left, **kinds}
+            kinds[modality] = remaining & (self.media[modality] > 0)
+            remaining &= ~kinds[modality]
+        return {"text": remaining, **kinds}
 
     def between(self, start: float, end: float) -> Trace:
-        """The requests of a stretch of time, counted from its beginning."""
-        kept = (self.arrivals >= start) & (self.arrivals < end)
+        """The requests that arrive between two times, with arrivals counted from `start`."""
+        selected = (self.arrivals >= start) & (self.arrivals < end)
         return Trace(
             self.name,
-            self.arrivals[kept] - start,
-            {m: counts[kept] for m, counts in self.media.items()},
-            self.context_tokens[kept],
-            self.output_tokens[kept],
+            self.arrivals[selected] - start,
+            {m: counts[selected] for m, counts in self.media.items()},
+            self.context_tokens[selected],
+            self.output_tokens[selected],
         )
 
     def write_csv(self, path: Path) -> None:
-        """Write it as a CSV that `load_trace` reads."""
+        """Write the trace as a CSV that `load_trace` reads."""
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([AZURE_COLUMNS[0], *_COLUMN_OF.values(), *AZURE_COLUMNS[1:]])
@@ -111,15 +111,15 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def _trace(name: str, rows: npt.NDArray[np.float64]) -> Trace:
-    """From rows of (time, images, videos, audios, context, output), in any order."""
+    """Build a trace from rows of (time, images, videos, audios, context, output), in any order."""
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    whole = rows[:, 1:].astype(np.int64)
+    counts = rows[:, 1:].astype(np.int64)
     return Trace(
         name,
         rows[:, 0] - rows[0, 0],
-        {modality: whole[:, n] for n, modality in enumerate(MODALITIES)},
-        whole[:, 3],
-        whole[:, 4],
+        {modality: counts[:, n] for n, modality in enumerate(MODALITIES)},
+        counts[:, 3],
+        counts[:, 4],
     )
 
 
@@ -223,12 +223,12 @@ def _synthetic(
 def _thinned(
     rng: np.random.Generator,
     seconds: float,
-    most: float,
+    peak_rate: float,
     rate: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
 ) -> npt.NDArray[np.float64]:
     """Arrivals of a Poisson process whose rate changes over time (Lewis and Shedler's thinning)."""
-    candidates = np.sort(rng.random(rng.poisson(most * seconds)) * seconds)
-    return candidates[rng.random(len(candidates)) * most < rate(candidates)]
+    candidates = np.sort(rng.random(rng.poisson(peak_rate * seconds)) * seconds)
+    return candidates[rng.random(len(candidates)) * peak_rate < rate(candidates)]
 
 
 def bursty(rate: float, seconds: float, seed: int) -> Trace:
@@ -244,7 +244,7 @@ def bursty(rate: float, seconds: float, seed: int) -> Trace:
 
 
 def diurnal(rate: float, seconds: float, seed: int) -> Trace:
-    """One day squeezed into `seconds`: from a fifth of `rate` at night to 1.8 times as much in the afternoon."""
+    """One day compressed into `seconds`: from 0.2 times `rate` at night to 1.8 times `rate` in the afternoon."""
     rng = np.random.default_rng(seed)
 
     def rates(at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
