@@ -19,7 +19,8 @@ from mmd_workers.gateway.answers.exchange import ReceiveChannel, Scope, SendChan
 from mmd_workers.gateway.api import openapi
 from mmd_workers.gateway.api.audit import AuditMiddleware
 from mmd_workers.gateway.api.authentication import AuthenticationMiddleware, tenant_of
-from mmd_workers.gateway.api.endpoint import ChatCompletions, TextCompletions
+from mmd_workers.gateway.api.chat.chat_endpoint import ChatCompletions
+from mmd_workers.gateway.api.completions.completions_endpoint import TextCompletions
 from mmd_workers.gateway.api.files.files_endpoint import (
     DeleteFile,
     GetContent,

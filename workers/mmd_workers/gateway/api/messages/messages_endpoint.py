@@ -8,7 +8,8 @@ from pydantic_core import to_json
 
 from mmd_workers.gateway.answers.answer_shape import AnswerShape
 from mmd_workers.gateway.answers.exchange import Exchange
-from mmd_workers.gateway.api.endpoint import JsonEndpoint, Translations
+from mmd_workers.gateway.api.endpoint import JsonEndpoint
+from mmd_workers.gateway.api.generation import Translations
 from mmd_workers.gateway.api.messages.messages_request import (
     parse_count_tokens_request,
     parse_messages_request,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmd_workers.gateway.answers.answer_shape import AnswerShape
 from mmd_workers.gateway.answers.exchange import Exchange
-from mmd_workers.gateway.api.endpoint import Translations
+from mmd_workers.gateway.api.generation import Translations
 from mmd_workers.gateway.api.responses.responses_request import parse_responses_request
 from mmd_workers.gateway.api.responses.responses_shape import ResponseFailure, ResponsesErrors, ResponsesShape
 from mmd_workers.gateway.basics.media_hold import RequestReservation
