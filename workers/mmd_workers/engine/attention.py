@@ -1,7 +1,8 @@
 """Attention over the block-paged KV pool, registered with transformers as `mmd_paged`, so that one engine serves every decoder.
 
-Each layer writes its keys and values to the pool and attends to what its rows' sequences have there. The batch being run is found
-in a context variable. Independent of architectures: what it cannot compute exactly (sinks, position biases) it refuses.
+Each layer writes its keys and values to the pool, and attends to those of its rows' sequences. A context
+variable holds the running batch. Independent of architectures: refuses what it cannot compute exactly (sinks,
+position biases).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Kernel(Protocol):
-    """Computes attention of one layer after its KV has been written."""
+    """Computes the attention of one layer after its KV has been written."""
 
     def __call__(
         self,
@@ -37,7 +38,7 @@ class Kernel(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Query [rows, heads, dim] to output [rows, heads, dim]."""
+        """Map queries [rows, heads, dim] to outputs [rows, heads, dim]."""
         ...
 
 
@@ -46,7 +47,7 @@ _running: contextvars.ContextVar[tuple[Batch, Kernel]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def running(batch: Batch, kernel: Kernel) -> Iterator[None]:
-    """Make `batch` the one that attention layers of this thread work on."""
+    """Make attention layers of this thread work on `batch`."""
     token = _running.set((batch, kernel))
     try:
         yield
@@ -55,7 +56,7 @@ def running(batch: Batch, kernel: Kernel) -> Iterator[None]:
 
 
 def current() -> Batch:
-    """The batch that attention layers of this thread work on."""
+    """Return the batch that this thread's attention layers work on."""
     return _running.get()[0]
 
 
@@ -70,9 +71,9 @@ def paged_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls: query [1, heads, rows, dim], key and value [1, kv_heads, rows, dim].
+    """Attention function in transformers' signature.
 
-    Returns [1, rows, heads, dim].
+    query: [1, heads, rows, dim]; key and value: [1, kv_heads, rows, dim]. Returns [1, rows, heads, dim].
 
     Raises:
         UnsupportedModelError: the layer has sinks or a position bias.
@@ -90,7 +91,7 @@ def paged_attention(
 
 
 AttentionInterface.register(NAME, paged_attention)
-# No mask function is registered under this name: transformers then makes no mask at all, which is what the batch needs.
+# No mask function is registered under this name, so transformers makes no mask: the batch makes its own.
 
 
 def attend(
@@ -103,7 +104,7 @@ def attend(
 ) -> torch.Tensor:
     """Grouped-query attention: query [n, kv_heads, groups * rows, dim], key/value [n, kv_heads, context, dim], bool mask or None.
 
-    Soft-capped scores are computed by hand (float32 softmax, as the models' own eager attention does).
+    Soft-capped scores take an explicit path with a float32 softmax, as in the models' own eager attention.
     """
     if softcap is None:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -118,7 +119,7 @@ def attend(
 def torch_kernel(
     batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Exact on any device and dtype: single rows as one padded batch, each chunk on its own."""
+    """Compute attention exactly on any device and dtype: single rows as one padded batch, each chunk separately."""
     pool, heads, dim = batch.pool, query.shape[1], query.shape[2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if batch.num_single:
@@ -165,7 +166,7 @@ def _attend_chunks(
 
 
 def compiled_kernel(library: Library) -> Kernel:
-    """The CPU kernel (of models in float32): every row reads its context from the pool, none is copied."""
+    """Return the CPU kernel for float32 models. Every row reads its context from the pool; nothing is copied."""
 
     def kernel(
         batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
@@ -178,7 +179,7 @@ def compiled_kernel(library: Library) -> Kernel:
 
 
 def select_kernel(layout: KvLayout, device: torch.device) -> Kernel:
-    """The fastest kernel that can serve a model of this layout here."""
+    """Return the fastest kernel for a model of this layout on this device."""
     library = cpu_library.kernels(device, getattr(torch, layout.dtype))
     if library is not None and all(dim % 16 == 0 for dim in layout.head_dim):
         return compiled_kernel(library)
@@ -189,7 +190,7 @@ def install(decoder: torch.nn.Module) -> None:
     """Make a transformers decoder use the paged attention.
 
     Raises:
-        UnsupportedModelError: it has layers that keep no plain KV, chunked attention or sinks; the message names them.
+        UnsupportedModelError: the decoder has layers without plain KV, chunked attention or sinks; the message names them.
     """
     config = decoder.config
     unserved = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES

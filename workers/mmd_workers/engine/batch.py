@@ -1,4 +1,4 @@
-"""One ragged batch: which KV slots its tokens write and which ones they attend to. Built once a step, read by every layer."""
+"""One ragged batch: the KV slots that its tokens write and attend to. Built once per step, read by every layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def _to(device: torch.device, values: list[int] | list[list[int]], dtype: torch.
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows [start, end) of the batch: the tokens [past, past + end - start) of one sequence, attending to `slots` [past + rows]."""
+    """Rows [start, end) of the batch: tokens [past, past + end - start) of one sequence, attending to `slots`
+    [past + rows]."""
 
     start: int
     end: int
@@ -31,14 +32,14 @@ class Chunk:
 
 
 class Batch:
-    """Rows of single tokens first (`num_single`), then chunks. Masks are made once for each window and shared by the layers.
+    """A batch has rows of single tokens first (`num_single`), then chunks. Layers share one mask per window.
 
     `write_slots`: int64 [rows]. `block_table`: int32 [sequences, blocks], `context_lengths` and `query_starts` (cumulative): int32, over
     singles and chunks in row order.
     """
 
     def __init__(self, pool: KvPool, work: Items[Work]) -> None:
-        """`work` in row order: items of one token must come first."""
+        """`work` is in row order; items of one token come first."""
         self.pool = pool
         device = pool.device
         lengths = [item.end - item.start for item in work]
@@ -66,7 +67,7 @@ class Batch:
         self._step: StepStruct | None = None
 
     def step(self) -> StepStruct:
-        """This batch as the CPU kernels read it."""
+        """Return this batch in the form that the CPU kernels read."""
         if self._step is None:
             self._step = StepStruct(
                 self.num_rows,
@@ -79,32 +80,32 @@ class Batch:
 
     @property
     def window(self) -> int | None:
-        """The largest window that a layer has asked for; None: one sees its whole context, or none has asked."""
-        asked = {*self._visible, *self._single_masks, *(window for _, window in self._chunk_masks)}
-        known = [window for window in asked if window is not None]
-        return max(known) if known and len(known) == len(asked) else None
+        """Largest window that a layer has requested; None: a layer sees its whole context, or none has made a request."""
+        requested = {*self._visible, *self._single_masks, *(window for _, window in self._chunk_masks)}
+        windows = [window for window in requested if window is not None]
+        return max(windows) if windows and len(windows) == len(requested) else None
 
     def visible(self, window: int | None) -> torch.Tensor:
-        """Which positions of its sequence's context each row sees: int32 [rows, 2], the first and the one after the last.
+        """Return the positions of its sequence's context that each row sees: int32 [rows, 2], first and last + 1.
 
-        Always one range: those up to the row's own position within the window, and the whole of an atomic range that it is in.
+        It is always one range: the window up to the row's own position, extended to the whole of an atomic range around it.
         """
-        found = self._visible.get(window)
-        if found is None:
+        ranges = self._visible.get(window)
+        if ranges is None:
             rows = torch.cat([torch.arange(item.start, item.end, dtype=torch.int32) for item in self._work])
             first = torch.zeros_like(rows) if window is None else (rows - window + 1).clamp_(min=0)
-            found = torch.stack((first, rows + 1), dim=1)
+            ranges = torch.stack((first, rows + 1), dim=1)
             for number, item in enumerate(self._work):
-                mine = found[self._starts[number] : self._starts[number + 1]]
+                sequence_ranges = ranges[self._starts[number] : self._starts[number + 1]]
                 for start, stop in item.sequence.atomic_ranges:
-                    inside = mine[max(0, start - item.start) : max(0, stop - item.start)]
-                    inside[:, 0].clamp_(max=start)
-                    inside[:, 1].clamp_(min=min(stop, item.end))
-            self._visible[window] = found
-        return found
+                    range_rows = sequence_ranges[max(0, start - item.start) : max(0, stop - item.start)]
+                    range_rows[:, 0].clamp_(max=start)
+                    range_rows[:, 1].clamp_(min=min(stop, item.end))
+            self._visible[window] = ranges
+        return ranges
 
     def single_slots(self) -> torch.Tensor:
-        """Slots of the single rows' contexts, padded: int64 [num_single, longest]."""
+        """Return the slots of the single rows' contexts, padded: int64 [num_single, longest]."""
         if self._single_slots is None:
             size, device = self.pool.block_tokens, self.pool.device
             longest = max(item.end for item in self._work[: self.num_single])
@@ -114,7 +115,7 @@ class Batch:
         return self._single_slots
 
     def single_mask(self, window: int | None) -> torch.Tensor:
-        """Which of `single_slots` each row sees: bool [num_single, longest]."""
+        """Return which of `single_slots` each row sees: bool [num_single, longest]."""
         mask = self._single_masks.get(window)
         if mask is None:
             positions = torch.arange(self.single_slots().shape[1], device=self.pool.device)
@@ -126,7 +127,7 @@ class Batch:
         return mask
 
     def chunks(self) -> list[Chunk]:
-        """The rows after the singles, one entry for each sequence."""
+        """Return the rows after the singles, one chunk per sequence."""
         if self._chunks is None:
             size, device = self.pool.block_tokens, self.pool.device
             self._chunks = []
@@ -140,7 +141,10 @@ class Batch:
         return self._chunks
 
     def chunk_mask(self, number: int, window: int | None) -> torch.Tensor | None:
-        """Which of a chunk's context each of its rows sees: bool [rows, context]; None: plain causal from position 0."""
+        """Return which positions of a chunk's context each of its rows sees: bool [rows, context].
+
+        None: plain causal attention from position 0.
+        """
         key = (number, window)
         if key not in self._chunk_masks:
             self._chunk_masks[key] = self._make_chunk_mask(self.chunks()[number], window)
@@ -148,8 +152,8 @@ class Batch:
 
     def _make_chunk_mask(self, chunk: Chunk, window: int | None) -> torch.Tensor | None:
         context = chunk.slots.shape[0]
-        inside = [(a, b) for a, b in chunk.atomic_ranges if a < context and b > chunk.past]
-        if chunk.past == 0 and not inside and (window is None or window >= context):
+        inner_ranges = [(a, b) for a, b in chunk.atomic_ranges if a < context and b > chunk.past]
+        if chunk.past == 0 and not inner_ranges and (window is None or window >= context):
             return None
         device = self.pool.device
         queries = torch.arange(chunk.past, context, device=device)[:, None]
@@ -157,6 +161,6 @@ class Batch:
         mask = keys <= queries
         if window is not None:
             mask = mask & (keys > queries - window)
-        for start, stop in inside:  # bidirectional inside, whatever the window
+        for start, stop in inner_ranges:  # bidirectional inside, whatever the window
             mask = mask | ((queries >= start) & (queries < stop) & (keys >= start) & (keys < stop))
         return mask

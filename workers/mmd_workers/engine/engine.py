@@ -1,6 +1,7 @@
 """The engine: sequences in, tokens out, one step at a time. Independent of the network, and of any clock but its own stopwatch; not thread safe.
 
-A step goes through the files in this order: scheduler (what runs) → batch (where its KV stands) → model with `attention` → sampler.
+A step goes through the files in this order: scheduler (what runs) → batch (where its KV is) → model with
+`attention` → sampler.
 """
 
 from __future__ import annotations
@@ -56,26 +57,26 @@ from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.prompt import Feature
 
-STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError)  # a model's, on one batch
+STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError)  # raised by the model
 WARM_UP_TOKENS = 64
 
 
 @dataclass(slots=True)
 class _Reservation:
     blocks: list[int]
-    kv_tokens: int  # at most this many may be written
-    shared: int  # leading blocks, of the prefix cache
-    written: int  # with what these hold
-    companion_blocks: list[int]  # in which nothing is written: its prompt is computed here
+    kv_tokens: int  # limit of tokens that may be written
+    shared: int  # leading blocks taken from the prefix cache
+    written: int  # tokens with KV, those in shared blocks included
+    companion_blocks: list[int]  # nothing is written to them: the companion's prompt is computed here
 
     @property
     def places(self) -> int:
-        """Rows that it will have in a step."""
+        """Rows of the sequence in a step."""
         return 2 if self.companion_blocks else 1
 
 
 class Engine:
-    """Continuous batching over a paged KV pool for one `LanguageModel`, whose decoder it gives its own attention."""
+    """Continuous batching over a paged KV pool for one `LanguageModel`. Replaces the attention of the model's decoder."""
 
     def __init__(
         self,
@@ -93,15 +94,17 @@ class Engine:
         draft_tokens: int = 0,
         kv_dtype: KvDtype = "Model",
     ) -> None:
-        """Allocate the pool and take over the decoder's attention. `fused_layers`: the CPU kernels compute whole decoder layers, where
-        they can; without it only their linear layers, norms and attention. `step_seconds`: how long a step with media may take; None: as
-        long as `chunk_tokens` take. `text_share_percent`: of the prompt tokens of a step that has texts and media too; None: the order of prompts
-        decides. `draft_tokens`: of a sequence that a step may compute in addition to its next one; 0: none.
-        `kv_dtype`: of the pool.
+        """Allocate the pool and replace the decoder's attention.
+
+        `fused_layers`: let the CPU kernels compute whole decoder layers where they can; otherwise they
+        compute only linear layers, norms and attention. `step_seconds`: time limit of a step with media;
+        None: as long as `chunk_tokens` take. `text_share_percent`: share of texts in the prompt tokens of a
+        step with both texts and media; None: the order of prompts decides. `draft_tokens`: drafts that a step
+        may compute for a sequence in addition to its next token; 0: none. `kv_dtype`: data type of the pool.
 
         Raises:
             UnsupportedModelError: the decoder cannot be served from a paged KV pool.
-            CapacityError: `kv_cache_bytes` holds not one block.
+            CapacityError: `kv_cache_bytes` does not hold one block.
         """
         prepare(model, fused_layers=fused_layers)
         self.model = model
@@ -124,20 +127,20 @@ class Engine:
         )
         self._sequences: dict[str, Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
-        self._runs = 0  # of the model
-        self._launched = False  # kernels that nothing has waited for
+        self._model_runs = 0
+        self._kernels_pending = False  # launched, and nothing has waited for them
         self._arrivals = 0
         self._estimates = Estimates()
 
     @property
     def device(self) -> torch.device:
-        """The model's."""
+        """The model's device."""
         return self.model.device
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def add(self, item: SequenceInput) -> None:
-        """Queue a sequence. Its features may follow by `fill`.
+        """Queue a sequence. Its features may follow through `fill`.
 
         Raises:
             CapacityError: it can never fit into the context or the pool.
@@ -145,16 +148,18 @@ class Engine:
         """
         self._check_new(item.sequence_id)
         prompt, sampling = item.prompt, item.sampling
-        left = sampling.max_tokens - len(item.output_token_ids)
-        if left < 1:
+        remaining_tokens = sampling.max_tokens - len(item.output_token_ids)
+        if remaining_tokens < 1:
             raise ValueError(
                 f"sequence {item.sequence_id}: max_tokens {sampling.max_tokens} have already been generated"
             )
         companion = self._companion(
             item.sequence_id, item.guidance, item.output_token_ids, sampling, item.root
         )
-        beside = 0 if companion is None else companion.num_tokens
-        self._check_fits(len(prompt.token_ids), 1 if item.stop_after_prefill else left, beside)
+        companion_tokens = 0 if companion is None else companion.num_tokens
+        self._check_fits(
+            len(prompt.token_ids), 1 if item.stop_after_prefill else remaining_tokens, companion_tokens
+        )
         sequence = Sequence(
             sequence_id=item.sequence_id,
             arrival=self._next_arrival(),
@@ -184,11 +189,11 @@ class Engine:
     def prefix(
         self, token_ids: Items[int], media_spans: Items[MediaSpan], root: bytes = b""
     ) -> tuple[list[bytes], int]:
-        """Identities of a prompt's full blocks, and how many of its tokens the prefix cache holds now. Changes nothing. `root`: as of
-        `SequenceInput`.
+        """Return the identities of a prompt's full blocks, and how many of its tokens the prefix cache holds now.
 
-        The last token is never cached: it must be computed. Cached blocks may be evicted before the prompt is added and admitted:
-        `StepOutput.admitted` says what was there then.
+        Changes nothing. `root`: see `SequenceInput`. The last token is never cached: it must be computed.
+        Cached blocks may be evicted before the prompt is added and admitted; `StepOutput.admitted` reports
+        what was still cached then.
         """
         if not self.scheduler.prefix_cache:
             return [], 0
@@ -197,10 +202,10 @@ class Engine:
         return identities, len(self.blocks.find(identities)) * size
 
     def fill(self, sequence_id: str, medium: int, feature: Feature) -> bool:
-        """Give a sequence the feature of its medium; False: the sequence is no longer here, or no longer needs it.
+        """Give a sequence the feature of one of its media. False: the sequence has left, or no longer needs the feature.
 
         Raises:
-            CountMismatchError: the feature has another number of tokens than the prompt's layout.
+            CountMismatchError: the feature's number of tokens differs from the prompt layout's.
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.prompt is None or medium not in sequence.prompt.missing:
@@ -218,17 +223,18 @@ class Engine:
             self.scheduler.remove(sequence)
 
     def has_work(self) -> bool:
-        """Whether a sequence waits or runs; a step may still find that all of them wait for features or blocks."""
+        """True if a sequence waits or runs. A step may still find that all of them wait for features or blocks."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     # --- moving KV ------------------------------------------------------------------------------------------------
 
     def read_kv(self, sequence_id: str, start: int, end: int) -> list[torch.Tensor]:
-        """KV of the tokens [start, end): for each layer a contiguous [2, tokens, kv_heads, head_dim] of the pool's layout.
+        """Return the KV of tokens [start, end): for each layer a contiguous [2, tokens, kv_heads, head_dim]
+        of the pool's layout.
 
         Raises:
             KeyError: unknown sequence.
-            CountMismatchError: not all of these tokens have KV yet, or their blocks have been given back.
+            CountMismatchError: some of these tokens have no KV yet, or their blocks have been returned to the pool.
         """
         sequence = self._sequences[sequence_id]
         kept = sequence.dropped * self.blocks.block_tokens
@@ -252,14 +258,17 @@ class Engine:
         prefix: Items[bytes] = (),
         companion_tokens: int = 0,
     ) -> int:
-        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv` and the first of `max_tokens` more; the rest
-        grows block by block, so an unlimited answer reserves no more than a short one. `prefix`: identities of the leading whole blocks.
-        `companion_tokens`: of its companion, for which blocks are held too and no KV arrives; 0: it has none.
-        Returns how many tokens have their KV in the prefix cache: what is written begins there.
+        """Reserve blocks for a sequence whose KV will arrive through `write_kv`.
+
+        The blocks hold `prompt_tokens` tokens and the first of `max_tokens` more. The rest grows block by
+        block, so an unlimited answer reserves no more than a short one. `prefix`: identities of the leading
+        full blocks. `companion_tokens`: prompt tokens of the companion, which gets blocks too but receives no
+        KV; 0: no companion. Returns the number of tokens whose KV is in the prefix cache. The first write
+        starts there.
 
         Raises:
-            CapacityError: this can never fit.
-            OverloadedError: no blocks or no place for a sequence now.
+            CapacityError: the sequence can never fit.
+            OverloadedError: there are no blocks or no sequence slot now.
         """
         self._check_new(sequence_id)
         self._check_fits(prompt_tokens, max_tokens, companion_tokens)
@@ -269,19 +278,25 @@ class Engine:
                 f"{there} of {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
         size, pool = self.blocks.block_tokens, self.blocks
-        found = pool.find(prefix[: prompt_tokens // size]) if self.scheduler.prefix_cache else []
-        own = pool.blocks_for(prompt_tokens + 1) - len(found)
-        beside = pool.blocks_for(companion_tokens + 1) if companion_tokens else 0
-        check_spare(own + beside, there, pool.available_beside(found), pool.num_blocks)
-        pool.share(found)
+        cached_blocks = pool.find(prefix[: prompt_tokens // size]) if self.scheduler.prefix_cache else []
+        own_blocks = pool.blocks_for(prompt_tokens + 1) - len(cached_blocks)
+        companion_blocks = pool.blocks_for(companion_tokens + 1) if companion_tokens else 0
+        check_spare(
+            own_blocks + companion_blocks, there, pool.available_beside(cached_blocks), pool.num_blocks
+        )
+        pool.share(cached_blocks)
         try:
-            blocks = pool.allocate(own + beside)
+            blocks = pool.allocate(own_blocks + companion_blocks)
         except OverloadedError:
-            pool.release(found)
+            pool.release(cached_blocks)
             raise
-        cached = len(found) * size
+        cached = len(cached_blocks) * size
         self._reservations[sequence_id] = _Reservation(
-            [*found, *blocks[:own]], prompt_tokens, len(found), cached, blocks[own:]
+            [*cached_blocks, *blocks[:own_blocks]],
+            prompt_tokens,
+            len(cached_blocks),
+            cached,
+            blocks[own_blocks:],
         )
         return cached
 
@@ -290,7 +305,7 @@ class Engine:
         return sum(reservation.places for reservation in self._reservations.values())
 
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
-        """Write KV of the tokens from `start` on (the layout of `read_kv`) to reserved blocks; ranges come in order.
+        """Write the KV of the tokens from `start` on, in the layout of `read_kv`, to reserved blocks. Ranges come in order.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -298,8 +313,8 @@ class Engine:
         """
         reservation = self._reservations[sequence_id]
         end = start + int(tensors[0].shape[1])
-        own = reservation.shared * self.blocks.block_tokens
-        if not own <= start <= reservation.written or end > reservation.kv_tokens:
+        shared_tokens = reservation.shared * self.blocks.block_tokens
+        if not shared_tokens <= start <= reservation.written or end > reservation.kv_tokens:
             raise CountMismatchError(
                 f"KV of tokens [{start}, {end}) arrived after {reservation.written} of {reservation.kv_tokens}"
             )
@@ -322,19 +337,19 @@ class Engine:
     ) -> None:
         """Start decoding a reserved sequence whose KV has been written.
 
-        `token_ids` is the prompt without outputs; `output_token_ids` ends with the one token that has no KV yet, whose rotary
-        position is `next_position` (`LoweredPrompt.next_position` when prefill has just sampled it). `constraint`, `root`, `guidance`: as of
-        `SequenceInput`. The companion's prompt is computed first.
+        `token_ids` is the prompt without outputs. `output_token_ids` ends with the only token without KV;
+        `next_position` is its rotary position (`LoweredPrompt.next_position` when prefill has just sampled
+        it). `constraint`, `root`, `guidance`: see `SequenceInput`. The companion's prompt is computed first.
 
         Raises:
             KeyError: nothing is reserved under this id.
-            CountMismatchError: KV of some token has not been written. The reservation stays.
+            CountMismatchError: the KV of some token has not been written. The reservation stays.
         """
         reservation = self._reservations[sequence_id]
-        known = list(token_ids) + list(output_token_ids)
-        if not output_token_ids or reservation.written < len(known) - 1:
+        all_tokens = list(token_ids) + list(output_token_ids)
+        if not output_token_ids or reservation.written < len(all_tokens) - 1:
             raise CountMismatchError(
-                f"{len(known) - 1} tokens need KV, but only {reservation.written} have it; send the rest before committing"
+                f"{len(all_tokens) - 1} tokens need KV, but only {reservation.written} have it; send the rest before committing"
             )
         companion = self._companion(sequence_id, guidance, output_token_ids, sampling, root)
         lacking = 0 if companion is None else self.blocks.blocks_for(companion.num_tokens)
@@ -349,8 +364,8 @@ class Engine:
         sequence = Sequence(
             sequence_id=sequence_id,
             arrival=self._next_arrival(),
-            token_ids=known,
-            prompt_length=len(known) - 1,
+            token_ids=all_tokens,
+            prompt_length=len(all_tokens) - 1,
             next_position=next_position,
             sampling=sampling,
             media_spans=list(media_spans),
@@ -368,19 +383,19 @@ class Engine:
         self._follow(sequence)
         self._sequences[sequence_id] = sequence
         self.scheduler.start(sequence)
-        self.scheduler.finish_chunk(Work(sequence, 0, len(known) - 1))
+        self.scheduler.finish_chunk(Work(sequence, 0, len(all_tokens) - 1))
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepOutput:
-        """Run one batch. Empty output: nothing can run until something is added, filled or released. Sequences that had to
-        yield and cannot be recomputed here are dropped and reported in `failed` as PreemptedError.
+        """Run one batch. Empty output: nothing can run until something is added, filled or released.
 
-        When the model fails, the batch is halved until the sequences at fault run alone; those are dropped and reported in
-        `failed`.
+        Preempted sequences that cannot be recomputed here are dropped and reported in `failed` as
+        PreemptedError. When the model fails, the batch is halved until the faulty sequences run alone; those
+        are dropped and reported in `failed`.
 
         Raises:
-            DeviceLostError: the accelerator is broken; the engine is then unusable.
+            DeviceLostError: the accelerator is broken; the engine is unusable from then on.
         """
         started = time.perf_counter()
         schedule = self.scheduler.schedule(self._reserved_places)
@@ -397,8 +412,8 @@ class Engine:
         output.admitted, self.scheduler.admitted = self.scheduler.admitted, {}
         if not work:
             return output
-        runs, launched = self._runs, self._launched
-        # Running rows again is safe: they write the same KV to the same slots, and nothing is sampled before all have run.
+        runs_before, pending_before = self._model_runs, self._kernels_pending
+        # Rows may run again: they write the same KV to the same slots, and nothing is sampled before all rows have run.
         run = partial(self._run, waits=schedule.bounded)
         results = run_isolating(work, run, self.model.device, STEP_ERRORS)
         for item, result in zip(work, results, strict=True):
@@ -408,30 +423,33 @@ class Engine:
                 continue
             self._finish(item, result, output)
         waited = schedule.bounded or any(item.samples for item in work)
-        self._launched = self.model.device.type == "cuda" and not waited
-        output.timed = self._runs - runs == 1 and not (launched or self._launched)
+        self._kernels_pending = self.model.device.type == "cuda" and not waited
+        output.timed = self._model_runs - runs_before == 1 and not (pending_before or self._kernels_pending)
         output.duration_seconds = time.perf_counter() - started
         self._estimates.add(output)
         self.scheduler.finish_step(output)
         return output
 
     def warm_up(self) -> None:
-        """Prefill a chunk and decode a token, both sampled, on the thread and in the pool that sequences will use. Nothing remains of
-        it: blocks are free and empty as before, and neither counts nor estimates know of it.
+        """Prefill a chunk and decode a token, both sampled, on the thread and in the pool that sequences will use.
+
+        Leaves no trace: blocks are free and empty as before, and no counter or estimate changes.
 
         Raises:
-            OverloadedError: no blocks are free, because sequences run already.
+            OverloadedError: no blocks are free, because sequences already run.
         """
-        most = min(self.max_model_len, self.kv.num_blocks * self.blocks.block_tokens)
-        tokens = max(1, min(WARM_UP_TOKENS, self.scheduler.chunk_tokens, most - 1))
-        blocks = self.blocks.allocate(self.blocks.blocks_for(min(tokens + 1, most)))
+        most_tokens = min(self.max_model_len, self.kv.num_blocks * self.blocks.block_tokens)
+        tokens = max(1, min(WARM_UP_TOKENS, self.scheduler.chunk_tokens, most_tokens - 1))
+        blocks = self.blocks.allocate(self.blocks.blocks_for(min(tokens + 1, most_tokens)))
         try:
             prompt = self.model.lower([0] * tokens, [])
-            drawn = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
-            sequence = Sequence("", 0, [0] * tokens, tokens, prompt.next_position, drawn, [], prompt)
+            random_sampling = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
+            sequence = Sequence(
+                "", 0, [0] * tokens, tokens, prompt.next_position, random_sampling, [], prompt
+            )
             sequence.blocks = blocks
             self._run([Work(sequence, 0, tokens)])
-            if tokens < most:
+            if tokens < most_tokens:
                 sequence.token_ids.append(0)
                 sequence.sampling = SamplingParams(max_tokens=2)
                 self._run([Work(sequence, tokens, tokens + 1)])
@@ -446,10 +464,13 @@ class Engine:
         return preempted
 
     def _follow(self, sequence: Sequence) -> None:
-        """Have drafts for it. Rules and grammars depend on the tokens before, so with them the next token must be known first; with a companion
-        each would be two rows."""
-        free = sequence.rules is None and sequence.constraint is None and sequence.companion is None
-        if self.scheduler.drafts is not None and free:
+        """Enable drafts for a sequence without rules, grammar and companion.
+
+        Rules and grammars depend on earlier tokens, so the next token must be known first. With a companion,
+        each draft would take two rows.
+        """
+        unconstrained = sequence.rules is None and sequence.constraint is None and sequence.companion is None
+        if self.scheduler.drafts is not None and unconstrained:
             sequence.lookup = PromptLookup()
 
     def _companion(
@@ -460,7 +481,8 @@ class Engine:
         sampling: SamplingParams,
         root: bytes,
     ) -> Sequence | None:
-        """What a sequence is guided away from: another prompt, of text, with its output tokens."""
+        """Return the sequence that guidance steers away from: a text prompt of its own, followed by the same
+        output tokens."""
         if guidance is None:
             return None
         prompt = self.model.lower(guidance.token_ids, [], output_token_ids)
@@ -478,9 +500,13 @@ class Engine:
         )
 
     def _run(self, work: Items[Work], *, waits: bool = False) -> list[list[Sampled | None]]:
-        """Compute the rows of `work`; returns for each item the samples of its last known token and of its drafts, if they were due; None for one that
-        was not possible. Sampling waits for a GPU's kernels; `waits`: so does a run without: what comes next would wait for them too."""
-        self._runs += 1
+        """Compute the rows of `work`, and sample where a token is due.
+
+        Returns for each item the samples after its last known token and after each of its drafts; None stands
+        for a sample that was not possible. Sampling waits for a GPU's kernels. `waits`: a run without
+        sampling waits too, because whatever comes next would.
+        """
+        self._model_runs += 1
         pieces = sorted(
             (piece for item in work for piece in item.in_rows()), key=lambda p: p.end - p.start > 1
         )
@@ -508,7 +534,8 @@ class Engine:
                 for row, (number, _) in enumerate(due)
                 if (constraint := work[number].sequence.constraint) is not None
             }
-            masks = Masks.of(constraints, hidden.device) if constraints else None  # before what waits for it
+            # Before anything waits for the device.
+            masks = Masks.of(constraints, hidden.device) if constraints else None
             rows = [last_row[id(work[number])] - len(work[number].drafts) + draft for number, draft in due]
             draws = [self._draw(work[number].sequence, draft) for number, draft in due]
             guided = {
@@ -527,34 +554,37 @@ class Engine:
         return sampled
 
     def _note_prompts(self, work: Items[Work], batch: Batch, hidden: torch.Tensor) -> None:
-        """Keep the log probabilities of the tokens that the rows of prompts come before, where they are wanted. A few rows at a time: memory is measured
-        for the logits of `max_sequences`."""
-        most = self.scheduler.max_sequences
+        """Record log probabilities of prompt tokens where they are requested. Each row gives those of the token after it.
+
+        Works on a few rows at a time: memory is measured for the logits of `max_sequences`.
+        """
+        most_rows = self.scheduler.max_sequences
         for item, last in zip(work, batch.last_rows, strict=True):
             sequence = item.sequence
             if sequence.prompt_logprobs is None:
                 continue
             end = min(item.end, sequence.prompt_length - 1)
-            for start in range(item.start, end, most):
-                some = range(start, min(start + most, end))
-                rows = hidden[last + 1 - item.end + some.start :][: len(some)]
-                tokens = sequence.token_ids[some.start + 1 : some.stop + 1]
-                found = logprobs_of(self.model.logits(rows), tokens, sequence.sampling.logprobs or 0)
-                sequence.prompt_logprobs.update(zip(some, found, strict=True))
+            for start in range(item.start, end, most_rows):
+                chunk = range(start, min(start + most_rows, end))
+                rows = hidden[last + 1 - item.end + chunk.start :][: len(chunk)]
+                tokens = sequence.token_ids[chunk.start + 1 : chunk.stop + 1]
+                logprobs = logprobs_of(self.model.logits(rows), tokens, sequence.sampling.logprobs or 0)
+                sequence.prompt_logprobs.update(zip(chunk, logprobs, strict=True))
 
     def _draw(self, sequence: Sequence, draft: int) -> Draw:
-        """How to sample a sequence's next token, or the one after so many drafts."""
+        """Return how to sample a sequence's next token, or the token after `draft` drafts."""
         if sequence.rules is not None:
             sequence.rules.follow(sequence.output_token_ids)
         index = sequence.num_outputs + draft
         return Draw(sequence.sampling, index, self.model.suppress_token_ids, sequence.rules)
 
     def _inputs(self, work: Items[Work]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...]: of prompts, made for this step, and of generated tokens."""
+        """Return embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...] of prompts and
+        generated tokens."""
         model, device = self.model, self.model.device
         generated: list[int] = []
         generated_positions: list[int] = []
-        segments: list[tuple[Sequence | None, int, int]] = []  # rows of a prompt, or of the generated ones
+        segments: list[tuple[Sequence | None, int, int]] = []  # rows of a prompt; None: generated tokens
         for item in work:
             sequence = item.sequence
             cut = min(max(sequence.prompt_length, item.start), item.end)
@@ -565,18 +595,20 @@ class Engine:
                 generated += [*sequence.token_ids[cut : item.end], *item.drafts]
                 generated_positions += [sequence.position(index) for index in range(cut, item.end)]
                 segments.append((None, first, len(generated)))
-        own_embeds, own_positions = torch.empty(0), torch.empty(0)
-        own_extras: dict[str, torch.Tensor] = {}
+        generated_embeds, generated_rotary = torch.empty(0), torch.empty(0)
+        generated_extras: dict[str, torch.Tensor] = {}
         if generated:
-            own_embeds, own_extras = model.embed(torch.tensor(generated, device=device))
-            own_positions = torch.tensor(generated_positions, device=device).expand(model.position_axes, -1)
+            generated_embeds, generated_extras = model.embed(torch.tensor(generated, device=device))
+            generated_rotary = torch.tensor(generated_positions, device=device).expand(
+                model.position_axes, -1
+            )
             if len(segments) == sum(segment[0] is None for segment in segments):
-                return own_embeds, own_positions, own_extras
+                return generated_embeds, generated_rotary, generated_extras
         parts: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
         for owner, start, end in segments:
             if owner is None:
-                embeds, positions = own_embeds[start:end], own_positions[:, start:end]
-                extras = {name: tensor[start:end] for name, tensor in own_extras.items()}
+                embeds, positions = generated_embeds[start:end], generated_rotary[:, start:end]
+                extras = {name: tensor[start:end] for name, tensor in generated_extras.items()}
             else:
                 assert owner.prompt is not None
                 embeds, positions, extras = model.rows(owner.prompt, start, end)
@@ -593,17 +625,17 @@ class Engine:
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1), joined
 
     def _finish(self, item: Work, results: list[Sampled | None], output: StepOutput) -> None:
-        """Report what an item gave: of its drafts those that were sampled too, and the token after them. The KV of the others is overwritten."""
-        sequence, known, accepted = item.sequence, item.end - len(item.drafts), 0
-        self.scheduler.finish_chunk(Work(sequence, item.start, known, companion=item.companion))
-        self._report(Work(sequence, item.start, known), results[0] if results else None, output)
+        """Report an item's accepted drafts, and the token after them. The KV of rejected drafts is overwritten later."""
+        sequence, known_end, accepted = item.sequence, item.end - len(item.drafts), 0
+        self.scheduler.finish_chunk(Work(sequence, item.start, known_end, companion=item.companion))
+        self._report(Work(sequence, item.start, known_end), results[0] if results else None, output)
         for draft, result in zip(item.drafts, results[1:], strict=True):
             if sequence.sequence_id not in self._sequences or sequence.token_ids[-1] != draft:
                 break
             accepted += 1
-            self.scheduler.finish_chunk(Work(sequence, known, known + 1))
-            self._report(Work(sequence, known, known + 1), result, output)
-            known += 1
+            self.scheduler.finish_chunk(Work(sequence, known_end, known_end + 1))
+            self._report(Work(sequence, known_end, known_end + 1), result, output)
+            known_end += 1
         self.scheduler.finish_drafts(item, accepted)
 
     def _report(self, item: Work, result: Sampled | None, output: StepOutput) -> None:
@@ -615,7 +647,7 @@ class Engine:
                 output.failed.append((sequence.sequence_id, failure))
                 return
             if result is None:
-                # What broke its logits may be in their KV: nobody must find it.
+                # The cause may be in the KV of these blocks: no other sequence must find them.
                 self.scheduler.forget(sequence)
                 self.abort(sequence.sequence_id)
                 output.failed.append(
@@ -629,7 +661,7 @@ class Engine:
                 return
             sequence.append(result.token_id)
             reason = self._finish_reason(sequence)
-            noted, sequence.prompt_logprobs = sequence.prompt_logprobs or {}, None
+            prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs or {}, None
             output.tokens.append(
                 SampledToken(
                     sequence_id=sequence.sequence_id,
@@ -638,7 +670,7 @@ class Engine:
                     finish_reason=reason,
                     logprob=result.logprob,
                     top_logprobs=result.top_logprobs,
-                    prompt_logprobs=tuple(noted[place] for place in sorted(noted)),
+                    prompt_logprobs=tuple(prompt_logprobs[place] for place in sorted(prompt_logprobs)),
                 )
             )
             if sequence.stop_after_prefill:
@@ -647,7 +679,7 @@ class Engine:
             elif reason is not None:
                 self.abort(sequence.sequence_id)
         if sequence.stop_after_prefill and (samples or computed > sequence.announced):
-            # A cached prefix is ready at once: it travels in pieces as small as those that are computed.
+            # A cached prefix is ready at once. It is sent in pieces no larger than computed ones.
             start = min(sequence.announced, computed)
             for end in (
                 *range(start + self.scheduler.chunk_tokens, computed, self.scheduler.chunk_tokens),
@@ -670,7 +702,7 @@ class Engine:
         return None
 
     def _eos(self, sampling: SamplingParams) -> frozenset[int]:
-        """End-of-sequence tokens that end an answer."""
+        """Return the end-of-sequence tokens that end an answer."""
         return frozenset() if sampling.ignore_eos else sampling.eos_token_ids or self.model.eos_token_ids
 
     def _rules(self, sampling: SamplingParams, prompt: Items[int]) -> RuleState | None:
@@ -679,7 +711,7 @@ class Engine:
     # --- load -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The load as of now."""
+        """Return the current load."""
         running, waiting, drafts = self.scheduler.running, self.scheduler.waiting, self.scheduler.drafts
         prefilling = [s for s in (*waiting, *running) if not s.decoding]
         return EngineStats(
@@ -709,7 +741,7 @@ class Engine:
 
     @property
     def prefix_changes(self) -> CacheChanges:
-        """What the prefix cache has gained and lost, for locality in routing."""
+        """Blocks that the prefix cache has gained and lost, for locality in routing."""
         return self.blocks.changes
 
     def _next_arrival(self) -> int:
@@ -736,7 +768,10 @@ class Engine:
 
 
 def _grammar_failure(sequence: Sequence, result: Sampled | None) -> GrammarFailedError | None:
-    """Advance a sequence's constraint over its new token; what to report if that is not possible, or its mask could not be computed."""
+    """Advance a sequence's constraint over its new token.
+
+    Returns the error to report if that is not possible, or if the mask could not be computed.
+    """
     if sequence.constraint is None:
         return None
     try:
@@ -747,7 +782,7 @@ def _grammar_failure(sequence: Sequence, result: Sampled | None) -> GrammarFaile
 
 
 def _failure(error: Exception, sequence: Sequence, work: Work) -> MmdError:
-    """What to report for a sequence whose step failed although it ran alone."""
+    """Return the error to report for a sequence that failed although it ran alone."""
     what = f"tokens [{work.start}, {work.end}) of {sequence.num_tokens}"
     failure: MmdError
     if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,5 @@
-"""What goes into the engine and what comes out of it. The engine is independent of the network: it is stepped, and returns what happened."""
+"""Inputs and outputs of the engine. It is independent of the network: a caller steps it, and each step
+returns what happened."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from mmd_workers.model.prompt import LoweredPrompt
 class SamplingParams:
     """How to choose tokens. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit.
 
-    The draw for output token i depends on (seed, i) and the logits alone, and the `rules` on the tokens before it. Of the first `min_tokens`
-    output tokens none is one that ends the answer: those of `stop_token_ids`, and of `eos_token_ids` unless `ignore_eos`. `prompt_logprobs`: the
-    first output token brings log probabilities of the prompt's tokens, of which none may come from the prefix cache.
+    The draw for output token i depends only on (seed, i) and the logits; the `rules` depend only on the
+    tokens before it. None of the first `min_tokens` output tokens ends the answer: `stop_token_ids` are
+    excluded there, and so are `eos_token_ids` unless `ignore_eos` is set. `prompt_logprobs`: the first output
+    token carries log probabilities of the prompt's tokens; none of these tokens may then come from the prefix
+    cache.
     """
 
     max_tokens: int
@@ -39,12 +42,12 @@ class SamplingParams:
 class SequenceInput:
     """A sequence to run.
 
-    `stop_after_prefill`: the engine samples one token, keeps the KV blocks until `abort`, and reports the ranges that are complete as
-    `KvReady`.
-    `output_token_ids`: already generated elsewhere; they are part of what has to be prefilled (`prompt` covers them too).
-    `constraint`: what the answer must match; it has advanced over `output_token_ids`, and is the engine's from now on.
-    `root`: of the identities of its blocks (`blocks.root_of`).
-    `guidance`: a companion runs with it, whose prompt has the output tokens too; it counts as a second sequence.
+    `stop_after_prefill`: the engine samples one token, keeps the KV blocks until `abort`, and reports
+    completed ranges as `KvReady`. `output_token_ids`: tokens already generated elsewhere. They are prefilled
+    with the prompt, and `prompt` covers them too. `constraint`: the grammar that the answer must match. It
+    has advanced over `output_token_ids`, and now belongs to the engine. `root`: parent identity of the first
+    block (`blocks.root_of`). `guidance`: runs a companion with this sequence. The companion's prompt ends
+    with the same output tokens, and it counts as a second sequence.
     """
 
     sequence_id: str
@@ -52,26 +55,24 @@ class SequenceInput:
     sampling: SamplingParams
     media_spans: list[tuple[int, int, str]] = field(default_factory=list)  # start, length, feature id
     output_token_ids: list[int] = field(default_factory=list)
-    arrived: float = (
-        0.0  # Unix seconds at which the request reached its gateway: the newest is preempted first
-    )
+    arrived: float = 0.0  # Unix time at which the request reached its gateway; the newest is preempted first
     stop_after_prefill: bool = False
-    identities: list[bytes] = field(
-        default_factory=list
-    )  # of the leading blocks, where `Engine.prefix` gave them
+    identities: list[bytes] = field(default_factory=list)  # leading blocks, if `Engine.prefix` computed them
     constraint: Constraint | None = None
     root: bytes = b""
     guidance: Guidance | None = None
 
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]
-"""Of a token, and of the likeliest ones in its place."""
+"""Log probability of a token, and (token id, log probability) of the likeliest tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One output token. `index` counts from 0 over the whole output, migrations included. `prompt_logprobs`: of the prompt's tokens from the second one on,
-    with the first output token.
+    """One output token.
+
+    `index` counts from 0 over the whole output, migrations included. `prompt_logprobs`: log probabilities of
+    the prompt's tokens from the second on; only the first output token has them.
     """
 
     sequence_id: str
@@ -85,7 +86,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class KvReady:
-    """Prefill has completed the KV of tokens [start, end) of a `stop_after_prefill` sequence: they may travel now."""
+    """The KV of tokens [start, end) of a `stop_after_prefill` sequence is complete and may be sent."""
 
     sequence_id: str
     start: int
@@ -95,25 +96,31 @@ class KvReady:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step did. `sequences`, `prefill_tokens`, `decode_sequences` and `draft_tokens` describe the batch that ran, companions included."""
+    """Result of one step.
+
+    `sequences`, `prefill_tokens`, `decode_sequences` and `draft_tokens` describe the batch that ran, companions included.
+    """
 
     tokens: list[SampledToken] = field(default_factory=list)
     kv_ready: list[KvReady] = field(default_factory=list)
     failed: list[tuple[str, Exception]] = field(default_factory=list)
-    admitted: dict[str, int] = field(default_factory=dict)  # since the last step, with their cached tokens
+    admitted: dict[str, int] = field(default_factory=dict)  # sequences since the last step: cached tokens
     sequences: int = 0
     prefill_tokens: int = 0
     decode_sequences: int = 0
-    draft_tokens: int = 0  # computed beside those that the decoding sequences had
+    draft_tokens: int = 0  # drafts, computed in addition to the known tokens of decoding sequences
     duration_seconds: float = 0.0
-    timed: bool = True  # the duration is its own: the model ran once, after the kernels of the steps before
-    changed: bool = False  # nothing ran, but the next step may: a sequence gave its blocks back
+    timed: bool = True  # the duration covers one model run, and no kernels of earlier steps
+    changed: bool = False  # nothing ran, but the next step may run something: a sequence returned its blocks
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How loaded the engine is. `blocks_free` includes cached blocks that nobody refers to; `blocks_reserved` are granted to
-    sequences that have not been attached yet. A sequence with a companion counts as two. The estimates are running averages, 0 before the first step.
+    """Load of the engine.
+
+    `blocks_free` includes unreferenced cached blocks; `blocks_reserved` are granted to sequences that have
+    not been attached yet. A sequence with a companion counts as two. The estimates are running averages, 0
+    before the first step.
     """
 
     blocks_total: int
@@ -125,14 +132,14 @@ class EngineStats:
     held_sequences: int
     reserved_sequences: int
     max_sequences: int
-    waiting_tokens: int  # known tokens without KV, of sequences that do not decode yet
-    blocked_tokens: int  # those of them that come after a missing feature
+    waiting_tokens: int  # known tokens without KV, in sequences that do not decode yet
+    blocked_tokens: int  # waiting tokens after a missing feature
     preemptions: int
-    prefix_hit_tokens: int  # of prompts at their first admission: with KV in the prefix cache, and without
-    prefix_miss_tokens: int
+    prefix_hit_tokens: int  # prompt tokens found in the prefix cache at first admission
+    prefix_miss_tokens: int  # prompt tokens not found there
     prefill_tokens_per_second: float
-    itl_seconds: float  # from one token of a sequence to its next one
-    somebody_waits: bool = False  # for the end of a step, which media could delay
-    draft_tokens: int = 0  # that were computed, and those of them that the model sampled too
-    accepted_tokens: int = 0
-    media_step_tokens: int = 0  # of prompts, that a step with media has by the engine's pace; 0: it has none
+    itl_seconds: float  # between successive tokens of a sequence
+    somebody_waits: bool = False  # a sequence waits for the end of a step, which media could delay
+    draft_tokens: int = 0  # drafts computed so far
+    accepted_tokens: int = 0  # drafts that the model sampled too
+    media_step_tokens: int = 0  # prompt tokens of a step with media, by the engine's pace; 0: no pace

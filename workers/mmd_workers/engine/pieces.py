@@ -1,4 +1,4 @@
-"""The pieces of prompts that a step computes: how long each is, and how texts and media share the step. Pure."""
+"""Pieces of prompts that a step computes: the length of each, and how texts and media share the step. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from mmd_api.contract.text_share import TextShare
 from mmd_workers.engine.sequence import Sequence
 
-CONTEXT_DIVISOR = 32  # a piece of a bounded step has 1/32 of the tokens before it or more
+CONTEXT_DIVISOR = 32  # in a bounded step, a piece is at least 1/32 as long as its context
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute the tokens [start, end) of a sequence; `samples`: its last known token is among them. The last of them may be `drafts`, which
-    nobody knows yet. `companion`: what of the sequence's companion is computed with it, its last known token if `samples`; then the sequence's own
-    tokens may be none.
+    """Tokens [start, end) of a sequence to compute; the last of them may be `drafts`, which are guesses.
+
+    `companion`: tokens of the sequence's companion that are computed in the same step, its last known token
+    if `samples`. With a companion, the sequence's own range may be empty.
     """
 
     sequence: Sequence
@@ -26,17 +27,17 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """How many they are, with the companion's."""
-        own = self.end - self.start
-        return own if self.companion is None else own + self.companion.tokens
+        """Number of tokens, the companion's included."""
+        own_tokens = self.end - self.start
+        return own_tokens if self.companion is None else own_tokens + self.companion.tokens
 
     @property
     def samples(self) -> bool:
-        """Whether this step yields the logits of the next token."""
+        """True if this step yields the logits of the next token."""
         return self.end - len(self.drafts) == self.sequence.num_tokens
 
     def in_rows(self) -> list[Work]:
-        """The pieces of a batch that it is."""
+        """Return the pieces that get rows in the batch."""
         if self.companion is None:
             return [self]
         return [piece for piece in (self, self.companion) if piece.end > piece.start]
@@ -44,7 +45,7 @@ class Work:
 
 @dataclass(slots=True)
 class Pieces:
-    """Of a step with `tokens` of prompts, `chunk_tokens` at most; `bounded`: in time."""
+    """Pieces of a step with up to `tokens` prompt tokens, at most `chunk_tokens`. `bounded`: the step has a time limit."""
 
     tokens: int
     chunk_tokens: int
@@ -53,38 +54,43 @@ class Pieces:
 
     @property
     def total(self) -> int:
-        """Tokens of all pieces."""
+        """Number of tokens in all pieces."""
         return sum(piece.tokens for piece in self.work)
 
     def take(self, prompts: Iterable[Sequence], quota: int | None = None, least: int | None = None) -> None:
-        """Add pieces of `prompts`, in their order, of `quota` tokens together; None: what the step has left. A prompt that the piece does not
-        end has `least` tokens or more; None: half of the step."""
-        left = self.tokens - self.total
-        quota = left if quota is None else min(quota, left)
-        usual = -(-self.tokens // 2) if least is None else least
+        """Add pieces of `prompts`, in their order, with `quota` tokens together; None: all that the step has left.
+
+        A piece that does not finish its prompt has at least `least` tokens; None: half of the step.
+        """
+        remaining = self.tokens - self.total
+        quota = remaining if quota is None else min(quota, remaining)
+        default_least = -(-self.tokens // 2) if least is None else least
         for sequence in prompts:
-            shortest = usual
+            shortest = default_least
             if self.bounded:
                 shortest = max(shortest, min(self.chunk_tokens, sequence.computed // CONTEXT_DIVISOR))
             companion = sequence.companion
-            before = 0 if companion is None else min(max(quota, 0), companion.remaining - 1)
-            left, quota = left - before, quota - before
+            companion_tokens = 0 if companion is None else min(max(quota, 0), companion.remaining - 1)
+            remaining, quota = remaining - companion_tokens, quota - companion_tokens
             longest = None
-            if self.work or before:
-                longest = self._longest(left) if self.bounded else 0
+            if self.work or companion_tokens:
+                longest = self._longest(remaining) if self.bounded else 0
             room = max(quota, shortest) if longest is None or shortest <= longest else quota
             end = sequence.computed
-            if companion is None or companion.remaining - 1 == before:
+            if companion is None or companion.remaining - 1 == companion_tokens:
                 end = _end(sequence, room, shortest, longest)
-            if end > sequence.computed or before:
-                self.work.append(_piece(sequence, end, before))
-                left, quota = left - (end - sequence.computed), quota - (end - sequence.computed)
+            if end > sequence.computed or companion_tokens:
+                self.work.append(_piece(sequence, end, companion_tokens))
+                remaining, quota = remaining - (end - sequence.computed), quota - (end - sequence.computed)
                 sequence.waited_steps = 0
             else:
                 sequence.waited_steps += 1
 
     def divide(self, share: TextShare, prompts: list[Sequence]) -> None:
-        """Add pieces of texts and of prompts with media, each by its share if both are ready. They are cut wherever it ends: the step is full anyway."""
+        """Add pieces of texts and of prompts with media, each up to its share if both are ready.
+
+        A piece is cut where the share ends, whatever its length: the step is full anyway.
+        """
         texts = [s for s in prompts if not s.media_ahead]
         media = [s for s in prompts if s.media_ahead]
         text_tokens, media_tokens = (sum(map(_ready_tokens, side)) for side in (texts, media))
@@ -105,16 +111,21 @@ class Pieces:
             most=max(self.chunk_tokens, self.total),
         )
 
-    def _longest(self, left: int) -> int:
-        """How many tokens a piece may have that is longer than what is left of a bounded step. With it the step has no more than a chunk: memory
-        is measured for that."""
+    def _longest(self, rest: int) -> int:
+        """Return how many tokens a piece may have if it is longer than the rest of a bounded step.
+
+        With it the step has no more tokens than a chunk: memory is measured for that.
+        """
         tokens = self.tokens
-        return min(tokens + left, self.chunk_tokens - (tokens - left)) if 2 * left > tokens else 0
+        return min(tokens + rest, self.chunk_tokens - (tokens - rest)) if 2 * rest > tokens else 0
 
 
 def _end(sequence: Sequence, room: int, least: int, longest: int | None) -> int:
-    """How far `room` tokens prefill a sequence. Fewer than `least` run only if nothing is left after them; an atomic range that exceeds
-    `room` runs if it has `longest` tokens or fewer, or whatever it has (None)."""
+    """Return how far `room` tokens prefill a sequence.
+
+    Fewer than `least` tokens run only if nothing computable remains after them. An atomic range that exceeds
+    `room` runs if it has at most `longest` tokens; None: whatever its length.
+    """
     limit = sequence.computable_until()
     end = min(limit, sequence.computed + room)
     if end < limit and room < least:
@@ -128,17 +139,23 @@ def _end(sequence: Sequence, room: int, least: int, longest: int | None) -> int:
 
 
 def _ready_tokens(sequence: Sequence) -> int:
-    """How many tokens of it and its companion a step may compute. The companion's last one is computed with its own last one."""
+    """Return how many tokens of a sequence and its companion a step may compute.
+
+    The companion's last token is computed together with the sequence's last token.
+    """
     if sequence.companion is None:
         return sequence.ready_tokens
-    ends = sequence.computable_until() == sequence.num_tokens
-    return sequence.ready_tokens + sequence.companion.remaining - 1 + ends
+    reaches_end = sequence.computable_until() == sequence.num_tokens
+    return sequence.ready_tokens + sequence.companion.remaining - 1 + reaches_end
 
 
-def _piece(sequence: Sequence, end: int, of_companion: int) -> Work:
-    """A sequence's next tokens until `end`, after so many of its companion, and one more where the next token is sampled."""
+def _piece(sequence: Sequence, end: int, companion_tokens: int) -> Work:
+    """Return a sequence's next tokens up to `end`, with `companion_tokens` of its companion.
+
+    Where the next token is sampled, the companion's last token is added.
+    """
     companion = sequence.companion
     if companion is None:
         return Work(sequence, sequence.computed, end)
-    until = companion.computed + of_companion + (end == sequence.num_tokens)
+    until = companion.computed + companion_tokens + (end == sequence.num_tokens)
     return Work(sequence, sequence.computed, end, companion=Work(companion, companion.computed, until))

@@ -1,6 +1,6 @@
-"""How much memory a step takes in addition to weights and KV pool, from one run of the largest step that the engine may schedule.
+"""Measures how much memory a step takes beside weights and KV pool, by running the largest step the engine may schedule.
 
-Runs on any device, meta included: there nothing is computed and only sizes count, so no weights are needed.
+Runs on any device. On the meta device nothing is computed and only sizes count, so no weights are needed.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel
 
 MOST_LOGPROBS = 20
-"""That a request may ask for at each token."""
+"""Most log probabilities that a request may ask for at each token."""
 _MASK_ALIGNMENT = 16
-"""Elements; of the rows of masks that PyTorch's memory-efficient attention takes."""
+"""Elements to which PyTorch's memory-efficient attention aligns the rows of masks."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that operators make while it is active; `peak` is the most that lived at once.
+    """Counts the bytes of tensors that operators create while the mode is active. `peak`: the most at one time.
 
-    Workspaces inside an operator are not seen.
+    Workspaces inside an operator are not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live = 0
-        self._sizes: dict[int, int] = {}  # of the storages that have been seen; 0: made by others
+        self._sizes: dict[int, int] = {}  # bytes of each storage; 0: created outside the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count what it made."""
-        self._note((args, kwargs), made=False)
+        """Run the operator and count the tensors it creates."""
+        self._note((args, kwargs), created=False)
         experts = func is torch.ops.aten._grouped_mm.default and args[0].is_meta
         result = _experts_shape(*args[:2]) if experts else func(*args, **(kwargs or {}))
-        self._note(result, made=True)
+        self._note(result, created=True)
         return result
 
-    def _note(self, tree: Any, *, made: bool) -> None:
+    def _note(self, tree: Any, *, created: bool) -> None:
         for leaf in pytree.tree_leaves(tree):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = storage._cdata
             if key in self._sizes:
                 continue
-            self._sizes[key] = size = storage.nbytes() if made else 0
+            self._sizes[key] = size = storage.nbytes() if created else 0
             weakref.finalize(storage, self._gone, key)
             self._live += size
             self.peak = max(self.peak, self._live)
@@ -77,17 +77,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _experts_shape(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What a layer of experts returns for `rows` [rows, in] and `weights` [experts, in, out]: PyTorch knows it on the meta device
-    for bfloat16 only."""
+    """Return an empty result of an expert layer for `rows` [rows, in] and `weights` [experts, in, out].
+
+    On the meta device PyTorch supports this operator only for bfloat16.
+    """
     return rows.new_empty(rows.shape[0], weights.shape[-1])
 
 
 class _FusedAttention(TorchFunctionMode):
-    """PyTorch's attention as on GPUs: it keeps no scores, but makes a mask of the query's type, and another one where rows of that are
-    not aligned. Computes nothing."""
+    """Allocates like PyTorch's attention on GPUs, and computes nothing.
+
+    That attention keeps no scores. It converts a mask to the query's type, and copies it again if its rows are not aligned.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Allocate what attention does; run everything else."""
+        """Allocate what attention would; run every other function."""
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, _, value = args
@@ -101,14 +105,14 @@ class _FusedAttention(TorchFunctionMode):
 def fused_kernel(
     batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """What fused paged attention, as vLLM's on GPUs, allocates: its output. Computes nothing."""
+    """Allocate like fused paged attention, such as vLLM's on GPUs: only the output. Computes nothing."""
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 def gpu_kernel(
     batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """The attention of GPUs, for a model on the meta device: allocates what it does there."""
+    """Allocate like attention on GPUs, for a model on the meta device."""
     with _FusedAttention():
         return attention.torch_kernel(batch, layer, query, scale, window, softcap)
 
@@ -123,42 +127,45 @@ def activation_bytes(
     kernel: attention.Kernel | None = None,
     kv_dtype: KvDtype = "Model",
 ) -> int:
-    """Peak bytes of one step: a chunk of prefill that ends at `max_model_len`, together with `max_sequences` decoding sequences that share
-    a context of that length, all of them sampled. `kernel`: the attention of another device than the model's; default: its own. `kv_dtype`: of the pool.
+    """Return the peak bytes of the largest step.
+
+    The step has a prefill chunk that ends at `max_model_len`, and `max_sequences` decoding sequences that
+    share a context of that length; all of them are sampled. `kernel`: attention of another device than the
+    model's; None: the model's own. `kv_dtype`: data type of the pool.
 
     Raises:
-        UnsupportedModelError: the decoder cannot be served from a paged KV pool, or a layer of it keeps its state elsewhere.
+        UnsupportedModelError: the decoder cannot be served from a paged KV pool, or a layer keeps its state elsewhere.
     """
     prepare(model)
     device = model.device
     step = partial(_run_largest_step, model, chunk_tokens, max_sequences, block_tokens, kernel, kv_dtype)
     if device.type == "cuda":
-        step(max_model_len)  # libraries set up their workspaces, which stay
-        # PyTorch's attention copies a mask whose rows are not aligned: of two contexts that differ by one token, one has such a mask.
+        step(max_model_len)  # libraries allocate their workspaces, which stay
+        # PyTorch's attention copies a mask with unaligned rows. One of two context lengths that differ by 1 has such a mask.
         peak = max(
             _cuda_peak(partial(step, length), device) for length in (max_model_len, max(1, max_model_len - 1))
         )
         torch.cuda.empty_cache()
         return peak
-    # On the meta device a mask's rows cannot be counted; those of this run are all set.
+    # The meta device cannot count the rows that a mask selects; in this run, masks select all rows.
     assume_set = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with assume_set, LiveBytes() as live:
         heads = step(max_model_len)
     scores = 0
     if kernel is None and cpu_library.kernels(device, model.dtype) is not None:
-        # of a row alone, which every thread of the CPU kernels keeps for all heads, and never returns
+        # For a single row, every thread of the CPU kernels keeps the scores of all heads, and never frees them.
         scores = torch.get_num_threads() * heads * max_model_len * torch.float32.itemsize
     return int(live.peak) + scores
 
 
 def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that `run` held at once, in addition to what was there before."""
+    """Return the most bytes that `run` held at one time, beyond what was allocated before."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    allocated_before = torch.cuda.memory_allocated(device)
     run()
     torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device) - before)
+    return int(torch.cuda.max_memory_allocated(device) - allocated_before)
 
 
 def _run_largest_step(
@@ -170,12 +177,15 @@ def _run_largest_step(
     kv_dtype: KvDtype,
     max_model_len: int,
 ) -> int:
-    """All sequences share one block: only the amount that they read matters, not its content. Returns the most heads of a layer."""
+    """Run the largest step, and return the largest number of heads of a layer.
+
+    All sequences share one block: only the amount that they read matters, not the content.
+    """
     device = model.device
     pool = KvPool(model.kv_layout.packed_as(kv_dtype), 1, block_tokens, device)
     chosen, ran = kernel or attention.select_kernel(model.kv_layout, device), dict[int, int]()
 
-    def noting(
+    def counting_kernel(
         batch: Batch, layer: int, query: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
         ran[layer] = query.shape[1]
@@ -187,11 +197,11 @@ def _run_largest_step(
     work.append(Work(_sequence(max_model_len, block_tokens), max_model_len - chunk, max_model_len))
     batch = Batch(pool, work)
     rows = batch.num_rows
-    # Not in inference mode: it does not decompose operators, and tensors made inside them are not counted.
+    # Not in inference mode, which does not decompose operators: tensors created inside them would not be counted.
     with torch.no_grad():
         embeds, extras = model.embed(torch.zeros(rows, dtype=torch.int64, device=device))
         positions = torch.zeros(rows, dtype=torch.int64, device=device).expand(model.position_axes, -1)
-        with attention.running(batch, noting):
+        with attention.running(batch, counting_kernel):
             hidden = model.forward(embeds, positions, extras)
         ran |= fused_heads(model.decoder)
         if len(ran) != model.kv_layout.num_layers:
@@ -207,16 +217,20 @@ def _run_largest_step(
 
 
 def _costliest_draws(model: LanguageModel, count: int, prompt_tokens: int) -> list[Draw]:
-    """What takes most memory to sample: rows that are cut are sorted, beside one that is not they are copied, and log probabilities are
-    of all, before rules change the logits. Each row's prompt has so many different tokens, which are penalized."""
+    """Return the draws that take the most memory to sample.
+
+    Rows with top-k, top-p or min-p are sorted; beside a row without, they are copied first. All rows have log
+    probabilities, taken before rules change the logits. Each row penalizes `prompt_tokens` different prompt
+    tokens.
+    """
     cut = SamplingParams(
         max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logprobs=MOST_LOGPROBS
     )
-    whole = SamplingParams(max_tokens=1, temperature=1.0, logprobs=MOST_LOGPROBS)
+    uncut = SamplingParams(max_tokens=1, temperature=1.0, logprobs=MOST_LOGPROBS)
     rules = LogitRules(logit_bias=[(0, 1.0)], repetition_penalty=1.1)
     return [
         Draw(
-            whole if row == 0 < count - 1 else cut,
+            uncut if row == 0 < count - 1 else cut,
             0,
             model.suppress_token_ids,
             RuleState(rules, 0, (), range(prompt_tokens)),

@@ -1,4 +1,5 @@
-"""The engine on a dedicated thread: commands go in between steps, outputs come out on an asyncio loop. Independent of the network."""
+"""Runs an engine on a dedicated thread. Commands run between steps, and outputs arrive on an asyncio loop.
+Independent of the network."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from mmd_workers.engine.pacing.cpu_turns import POLL_SECONDS, Turns
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0  # an idle thread reports progress this often
+IDLE_SECONDS = 1.0  # interval at which an idle thread reports progress
 MAX_COMMANDS = 4096
-MAX_OUTPUTS = 256  # outputs the loop has not taken yet; then the engine waits
+MAX_OUTPUTS = 256  # the engine waits while the loop has this many outputs to take
 
 
 class Stepped(Protocol):
@@ -31,11 +32,11 @@ class Stepped(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device that computes the steps."""
         ...
 
     def has_work(self) -> bool:
-        """Whether a step may do something."""
+        """True if a step may do something."""
         ...
 
     def step(self) -> StepOutput:
@@ -49,10 +50,11 @@ E = TypeVar("E", bound=Stepped)
 class EngineRunner(Generic[E]):
     """Owns an engine from `start` to `stop`; everything else reaches it through `call`.
 
-    `on_output` runs on the loop, in order, for every step that did something, and its consumer calls `taken` after each;
-    while 256 are pending, the engine waits. `on_dead` runs once, when the thread ends by an error.
-    `turns`: where others compute with the same cores; `step` runs in a turn, commands do not wait for one.
-    `last_progress` (time.monotonic) moves with every command, step and idle turn: a stuck model stops it.
+    `on_output` runs on the loop, in order, for every step that did something. Its consumer calls `taken`
+    after each; while 256 are pending, the engine waits. `on_dead` runs once, when an error ends the thread.
+    `turns`: set where other engines compute on the same cores. A `step` then waits for its turn; commands do
+    not. `last_progress` (time.monotonic) advances with every command, step and idle turn; it stands still
+    when the model is stuck.
     """
 
     def __init__(
@@ -69,28 +71,28 @@ class EngineRunner(Generic[E]):
         self._commands: deque[tuple[Callable[[E], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._room = threading.BoundedSemaphore(MAX_OUTPUTS)
-        self._calls_wait = False  # for room in the command queue
+        self._output_slots = threading.BoundedSemaphore(MAX_OUTPUTS)
+        self._calls_wait = False  # calls wait for space in the command queue
         self._drained = asyncio.Event()
-        self._looks = ThreadPoolExecutor(1, thread_name_prefix="looks")
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="looks")
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.error: BaseException | None = None
         self.last_progress = time.monotonic()
 
     def start(self) -> None:
-        """Start the thread; outputs go to the running loop."""
+        """Start the thread. Outputs go to the running loop."""
         self._loop = asyncio.get_running_loop()
         self.last_progress = time.monotonic()
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; the liveness probe checks this and `last_progress`."""
+        """True while the thread runs. The liveness probe checks this and `last_progress`."""
         return self._thread.is_alive() and self.error is None
 
     def submit(self, command: Callable[[E], T]) -> Future[T]:
-        """Run `command(engine)` between two steps; from any thread.
+        """Run `command(engine)` between two steps. May be called from any thread.
 
         Raises:
             OverloadedError: too many commands wait.
@@ -109,8 +111,11 @@ class EngineRunner(Generic[E]):
         return future
 
     async def call(self, command: Callable[[E], T]) -> T:
-        """`submit` for coroutines on the loop of `start`: the command's result or its exception. A cancelled call that has not
-        begun never runs. While the queue is full the call waits, until the engine's next turn at the latest.
+        """Run a command like `submit`, from a coroutine on the loop of `start`, and return its result or
+        raise its exception.
+
+        A cancelled call that has not begun never runs. While the queue is full the call waits, at most until
+        the engine's next turn.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -124,17 +129,22 @@ class EngineRunner(Generic[E]):
                 return await asyncio.wrap_future(future)
 
     async def look(self, read: Callable[[E], T]) -> T:
-        """The result of `read(engine)`, which only looks single entries up, on another thread beside the steps: it waits for none. That is one
-        thread for all, since Python runs one at a time, and steps shall not wait for many. If `read` meets a change it raises RuntimeError or
-        StopIteration, and is asked again between two steps.
+        """Return `read(engine)`, called on another thread without waiting for a step. `read` may only look up
+        single entries.
+
+        All reads share one thread: Python runs one at a time, and steps must not wait for many. If `read`
+        meets a concurrent change it raises RuntimeError or StopIteration, and is called again between two
+        steps.
 
         Raises:
             EngineDeadError: the thread has ended.
         """
         if not self.alive:
-            return await self.call(read)  # which says why
+            return await self.call(read)  # raises the reason
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._looks, _looked, read, self._engine)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._readers, _looked, read, self._engine
+            )
         except RuntimeError:
             return await self.call(read)
 
@@ -147,21 +157,21 @@ class EngineRunner(Generic[E]):
         await self._drained.wait()
 
     def _wake_calls(self) -> None:
-        """Wake the calls that wait for room in the queue. Called with the lock held."""
+        """Wake the calls that wait for space in the queue. The caller holds the lock."""
         if self._calls_wait and self._loop is not None and not self._loop.is_closed():
             self._calls_wait = False
             self._loop.call_soon_threadsafe(self._drained.set)
 
     def taken(self) -> None:
-        """One output has been dealt with."""
-        self._room.release()
+        """Report that one output has been processed."""
+        self._output_slots.release()
 
     async def stop(self, timeout_seconds: float) -> bool:
-        """End after the current step; commands still waiting fail. False: the thread did not end in time (it is a daemon)."""
+        """Stop after the current step. Waiting commands fail. False: the thread did not end in time (it is a daemon)."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._looks.shutdown(wait=False)
+        self._readers.shutdown(wait=False)
         if self._thread.ident is None:
             return True
         await asyncio.to_thread(self._thread.join, timeout_seconds)
@@ -169,8 +179,8 @@ class EngineRunner(Generic[E]):
 
     def _main(self) -> None:
         try:
-            standing = waiting = False
-            while self._obey_all(self._wait_seconds(standing=standing, waiting=waiting)):
+            stalled = waiting = False
+            while self._obey_all(self._wait_seconds(stalled=stalled, waiting=waiting)):
                 if not self._engine.has_work():
                     if self._turns is not None:
                         self._turns.leave()
@@ -181,15 +191,14 @@ class EngineRunner(Generic[E]):
                 output = self._engine.step()
                 if self._turns is not None:
                     self._turns.give()
-                # An empty step means that every sequence waits for a feature or for blocks: only a command changes that.
+                # After an empty step every sequence waits for a feature or for blocks: only a command changes that.
                 idle = not (output.prefill_tokens or output.decode_sequences)
-                standing = idle and not output.changed
+                stalled = idle and not output.changed
                 if not idle or output.failed or output.admitted:
                     self._post(output)
                 self.last_progress = time.monotonic()
-        except (
-            Exception
-        ) as error:  # the thread's last resort: whatever it was, the engine's state is unknown now
+        except Exception as error:
+            # The thread's last resort: whatever failed, the engine's state is unknown now.
             log.exception("the engine failed")
             self.error = error
             if self._on_dead is not None and self._loop is not None and not self._loop.is_closed():
@@ -199,23 +208,22 @@ class EngineRunner(Generic[E]):
                 self._turns.close()
             self._fail_commands()
 
-    def _wait_seconds(self, *, standing: bool, waiting: bool) -> float:
-        """How long to wait for a command, where there is none."""
+    def _wait_seconds(self, *, stalled: bool, waiting: bool) -> float:
+        """Return how long to wait for a command."""
         if waiting:
             return POLL_SECONDS
-        return IDLE_SECONDS if standing or not self._engine.has_work() else 0.0
+        return IDLE_SECONDS if stalled or not self._engine.has_work() else 0.0
 
     def _obey_all(self, wait_seconds: float) -> bool:
-        """Run all waiting commands, after waiting for the first. False: stop now."""
+        """Wait for a command, then run all that are queued. False: stop now."""
         with self._wake:
             if wait_seconds and not self._commands and not self._stopping:
                 self._wake.wait(wait_seconds)
             if self._stopping:
                 return False
-            waiting = len(self._commands)
-        for _ in range(
-            waiting
-        ):  # one by one: those behind one that finds the device lost are failed, not forgotten
+            queued = len(self._commands)
+        for _ in range(queued):
+            # One by one: if a command finds the device lost, those behind it are still queued and get an error.
             with self._wake:
                 command, future = self._commands.popleft()
             if future.set_running_or_notify_cancel():
@@ -226,7 +234,7 @@ class EngineRunner(Generic[E]):
         return True
 
     def _obey(self, command: Callable[[E], Any], future: Future[Any]) -> None:
-        """Run one command. Any exception goes to its caller; if the device is lost, it also ends the thread."""
+        """Run one command. An exception goes to the caller; if the device is lost, it also ends the thread."""
         try:
             result = command(self._engine)
         except Exception as error:  # noqa: BLE001
@@ -240,10 +248,10 @@ class EngineRunner(Generic[E]):
             future.set_result(result)
 
     def _post(self, output: StepOutput) -> None:
-        while not self._room.acquire(timeout=IDLE_SECONDS):
+        while not self._output_slots.acquire(timeout=IDLE_SECONDS):
             if self._stopping:
                 return
-            self.last_progress = time.monotonic()  # the consumer of the outputs is slow, not the model
+            self.last_progress = time.monotonic()  # the consumer of outputs is slow, not the model
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_output, output)
 

@@ -1,4 +1,5 @@
-"""What runs in the next step: all decodable sequences and a budget of prefill tokens. Pure bookkeeping; independent of tensors and the clock."""
+"""Chooses what the next step runs: all decodable sequences and a budget of prefill tokens. Pure; independent
+of tensors and the clock."""
 
 from __future__ import annotations
 
@@ -14,49 +15,60 @@ from mmd_workers.engine.pieces import Pieces, Work
 from mmd_workers.engine.sequence import Sequence, SequenceState
 
 AGING_DIVISOR = 8  # a step of waiting outweighs 1/8 of a chunk of remaining prompt
-MAX_OVERTAKEN = 16  # sequences admitted past one that does not fit; then nobody passes until it does
-MAX_PASSED = 8  # waiting sequences that do not fit, looked past in one step
-STEPS_BETWEEN_TURNS = 3  # of the oldest long prompt, or more, until the others have had so many times the time of its last piece
-TEXT_SECONDS = 30.0  # of steps after a text, in which another one is expected
-LONGEST_TURN = 20  # times a step's bound, that a turn counts as at most: a pause in it must not delay the next one for minutes
+MAX_OVERTAKEN = 16  # admissions past a sequence that does not fit; then nothing passes it until it does
+MAX_PASSED = 8  # waiting sequences that do not fit and are skipped in one step
+STEPS_BETWEEN_TURNS = 3
+"""The oldest long prompt has a turn after this many steps, and not before the others have had this many times
+the time of its last piece."""
+TEXT_SECONDS = 30.0  # another text is expected within this time, measured in steps
+LONGEST_TURN = 20
+"""A turn counts as at most this many step bounds, so that a pause in it does not delay the next turn for minutes."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: decode work (one token each, and its draft), then prefill chunks."""
+    """Work of one step: decodes (one token each, and its drafts), then prefill chunks."""
 
     decodes: list[Work] = field(default_factory=list)
     prefills: list[Work] = field(default_factory=list)
-    bounded: bool = False  # in time
+    bounded: bool = False  # the step has a time limit
 
 
 class Scheduler:
     """Continuous batching with chunked prefill.
 
-    - A sequence is admitted when blocks for all of its known tokens are its own, or where all layers have a window, for the window and a chunk, which
-      it then uses again and again; so a prefill never runs dry. Those behind one that does not fit are admitted past it, at most `MAX_OVERTAKEN`
-      times; then freed blocks accumulate for it.
-    - Prefill goes to the shortest remaining prompt first; every step without progress makes a sequence count as shorter (aging).
-    - A prompt that a step would not finish is begun there only with half of the budget or more: less would make those wait that
-      the step does finish, and bring its own first token no nearer.
+    - A sequence is admitted when it has blocks for all of its known tokens, so a prefill never runs dry.
+      Where all layers have a window, blocks for the window and a chunk suffice; they are reused again and
+      again. Sequences behind one that does not fit are admitted past it, at most `MAX_OVERTAKEN` times; then
+      freed blocks accumulate for it.
+    - Prefill goes to the shortest remaining prompt first. Every step without progress makes a sequence count
+      as shorter (aging).
+    - A step begins a prompt that it would not finish only with half of the budget or more. With less, prompts
+      that the step does finish would wait, and the unfinished prompt's first token would come no earlier.
     - Prefill stops before the first missing feature, and never inside an atomic range.
-    - A step that may compute a prompt with media while somebody waits for its end has no more tokens of prompts than `pace` says, of
-      whatever prompts. Pieces that read long contexts may be longer, as atomic ranges may, where they are first in the step, or where it
-      would be less than half full without them and is no more than twice as long with them.
-    - Then the oldest prompt that has media or exceeds a chunk is first in admission and in the step when it has not advanced for
-      `STEPS_BETWEEN_TURNS` steps and the others have had as many times the time of its last piece. So it has a fourth of the time, or what
-      the order gives it.
-    - Text alone, and media for whose steps nobody waits, are scheduled as if there were no `pace`.
-    - With a `text_share`, a step that could compute both texts and prompts with media is divided between them, each side in the order above.
-    - Decode takes blocks one by one. When none is left, the newest request is preempted: it gives up its blocks, keeps its tokens,
-      and waits to be recomputed here, or leaves (`preempted`) if its prompt is not here. The oldest is never preempted, so it finishes.
-    - In a step without prompts decoding sequences may have drafts, as far as the step has no more rows than `max_sequences`: memory is measured
-      for those. A draft takes blocks that nobody else needs.
-    - Where all layers have a window, blocks whose tokens no later row sees are given back, but of a sequence that is handed over none: its
-      decoder reads them.
-    - A sequence that runs alone and finds no block waits for those that are reserved or held; they end at their own deadlines.
-    - A sequence with a companion has the blocks of both or none, and two places. The companion's prompt, all but its last token, comes
-      first; that one is computed with the sequence's own, so that the logits of both are those of one step.
+    - `pace` limits the prompt tokens of a step that may compute a prompt with media while a sequence waits
+      for its end. The limit covers all prompts. Pieces that read long contexts, and atomic ranges, may exceed
+      it if they are first in the step. They may also if the step would be less than half full without them
+      and has at most twice the limit with them.
+    - In such steps the oldest prompt that has media or exceeds a chunk gets turns. It comes first in
+      admission and in the step when it has not advanced for `STEPS_BETWEEN_TURNS` steps and the others have
+      had that many times the time of its last piece. So it gets a fourth of the time, or what the order gives
+      it.
+    - Text alone, and media whose steps nobody waits for, are scheduled as if there were no `pace`.
+    - With a `text_share`, a step that could compute both texts and prompts with media is divided between
+      them, each side in the order above.
+    - Decode takes blocks one by one. When no block remains, the newest request is preempted: it gives up its
+      blocks, keeps its tokens, and waits to be recomputed here. If its prompt is not here it leaves
+      (`preempted`). The oldest request is never preempted, so it finishes.
+    - In a step without prompts, decoding sequences may have drafts as long as the step has at most
+      `max_sequences` rows: memory is measured for that many. A draft takes only blocks that no other sequence
+      needs.
+    - Where all layers have a window, blocks whose tokens no later row sees are released. A sequence that will
+      be handed over keeps all of its blocks: its decoder reads them.
+    - A sequence that runs alone and finds no block waits for reserved or held ones; these end at their own deadlines.
+    - A sequence with a companion gets the blocks of both or none, and two places. The companion's prompt
+      comes first, except for its last token. That token is computed with the sequence's last one, so that
+      both logits come from one step.
     """
 
     def __init__(
@@ -71,8 +83,11 @@ class Scheduler:
         drafts: Drafts | None = None,
         max_model_len: int = 0,
     ) -> None:
-        """`pace`: of steps with media; None: they have `chunk_tokens`, as those without. `text_share`: of steps with both; None: the order alone
-        decides. `drafts`: of sequences of up to `max_model_len` tokens; None: there are none."""
+        """`pace`: limits steps with media; None: they have `chunk_tokens`, like steps without.
+
+        `text_share`: divides steps with both texts and media; None: the order alone decides. `drafts`: for
+        sequences of up to `max_model_len` tokens; None: no drafts.
+        """
         self.pool = pool
         self.max_sequences = max_sequences
         self.chunk_tokens = chunk_tokens
@@ -81,19 +96,19 @@ class Scheduler:
         self.text_share = text_share
         self.drafts = drafts
         self.max_model_len = max_model_len
-        self.window: int | None = None  # tokens that a row sees at most, its own included; None: all
+        self.window: int | None = None  # most tokens that a row sees, its own included; None: all
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.prefix_hit_tokens = 0
         self.prefix_miss_tokens = 0
-        self.preempted: list[Sequence] = []  # without blocks; to be continued elsewhere
-        self.admitted: dict[str, int] = {}  # since the last batch, with their cached tokens
-        self._steps_without_oldest = 0  # in a row
-        self._seconds_since_text = math.inf  # of steps
-        self._oldest_share = 0.0  # of the newest step, that the oldest long prompt has
-        self._turn_seconds = 0.0  # that it took of the last step that had a piece of it
-        self._others_seconds = 0.0  # since then
+        self.preempted: list[Sequence] = []  # without blocks; they continue elsewhere
+        self.admitted: dict[str, int] = {}  # sequences since the last batch: cached tokens
+        self._steps_without_oldest = 0  # consecutive steps
+        self._seconds_since_text = math.inf  # measured in steps
+        self._oldest_share = 0.0  # part of the newest step that the oldest long prompt has
+        self._turn_seconds = 0.0  # its part of the last step in which it had a piece
+        self._others_seconds = 0.0  # time of other prompts since then
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks yet."""
@@ -107,7 +122,10 @@ class Scheduler:
         self.running.append(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """Stop scheduling a running sequence; it keeps its blocks. Its companion does not: a decoder computes that prompt itself."""
+        """Stop scheduling a running sequence, which keeps its blocks.
+
+        Its companion's blocks are released: a decoder computes that prompt itself.
+        """
         self.running.remove(sequence)
         sequence.state = SequenceState.HELD
         if sequence.companion is not None:
@@ -116,11 +134,11 @@ class Scheduler:
 
     @property
     def places(self) -> int:
-        """Places that running sequences have."""
+        """Places that running sequences take."""
         return sum(sequence.places for sequence in self.running)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence in any state and drop its blocks."""
+        """Forget a sequence in any state and release its blocks."""
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         elif sequence.state is SequenceState.RUNNING:
@@ -129,9 +147,9 @@ class Scheduler:
         self.admitted.pop(sequence.sequence_id, None)
 
     def schedule(self, reserved_slots: int = 0) -> StepPlan:
-        """Choose the next step's work; `reserved_slots` sequences are expected from elsewhere and keep their places free.
+        """Choose the next step's work. `reserved_slots` places stay free for sequences that are expected from elsewhere.
 
-        Admits, grows and preempts on the way; an empty schedule means that nothing can run until something is filled,
+        Admits, grows and preempts on the way. An empty schedule: nothing can run until something is filled,
         released or added.
         """
         schedule = StepPlan()
@@ -146,13 +164,13 @@ class Scheduler:
         schedule.prefills = self._prefills(schedule, due)
         if self.drafts is not None and not schedule.prefills:
             schedule.decodes = self._with_drafts(self.drafts, schedule.decodes)
-        of_oldest = sum(work.tokens for work in schedule.prefills if work.sequence is oldest)
-        self._oldest_share = of_oldest and of_oldest / sum(work.tokens for work in schedule.prefills)
-        self._steps_without_oldest = 0 if oldest is None or of_oldest else self._steps_without_oldest + 1
+        oldest_tokens = sum(work.tokens for work in schedule.prefills if work.sequence is oldest)
+        self._oldest_share = oldest_tokens and oldest_tokens / sum(work.tokens for work in schedule.prefills)
+        self._steps_without_oldest = 0 if oldest is None or oldest_tokens else self._steps_without_oldest + 1
         return schedule
 
     def finish_step(self, output: StepOutput) -> None:
-        """Learn how long the step took that was scheduled last."""
+        """Learn the duration of the step that was scheduled last."""
         if self.drafts is not None:
             self.drafts.finish_step(output)
         if self.pace is None:
@@ -167,7 +185,10 @@ class Scheduler:
         self._others_seconds += seconds * (1.0 - self._oldest_share)
 
     def finish_chunk(self, work: Work) -> None:
-        """Record that the KV of `work` exists now, offer the blocks it filled to the prefix cache, and give back those that left the window."""
+        """Record that the KV of `work` exists.
+
+        Offers the blocks that it filled to the prefix cache, and releases those that left the window.
+        """
         if work.companion is not None:
             self.finish_chunk(work.companion)
         sequence = work.sequence
@@ -175,7 +196,7 @@ class Scheduler:
         if self.prefix_cache:
             full = sequence.computed // self.pool.block_tokens
             if self._missing_blocks(sequence):
-                # one that others share would not be there again when it leaves the window
+                # A block that other sequences share would not become free when it leaves the window.
                 full = min(full, self._out_of_window(sequence))
             if full > sequence.registered:
                 self._hash_until(sequence, full)
@@ -185,7 +206,7 @@ class Scheduler:
         self._drop_blocks(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Remove its blocks from the prefix cache, also those that it has given back."""
+        """Remove a sequence's blocks from the prefix cache, those already released included."""
         for part in sequence.parts:
             self._hash_until(part, part.registered)
             self.pool.forget(part.identities[: part.registered])
@@ -200,17 +221,22 @@ class Scheduler:
         for item in decodes:
             sequence = item.sequence
             if sequence.lookup is not None:
-                left = min(sequence.sampling.max_tokens - sequence.num_outputs, self.max_model_len - item.end)
-                most = min(rows, left - 1)
-                found = drafts.draft(sequence.lookup, sequence.token_ids, most, len(decodes))
-                found = found[: self._room_for(sequence, len(found))]
-                rows -= len(found)
-                item = Work(sequence, item.start, item.end + len(found), tuple(found))
+                remaining_tokens = min(
+                    sequence.sampling.max_tokens - sequence.num_outputs, self.max_model_len - item.end
+                )
+                most_drafts = min(rows, remaining_tokens - 1)
+                draft = drafts.draft(sequence.lookup, sequence.token_ids, most_drafts, len(decodes))
+                draft = draft[: self._room_for(sequence, len(draft))]
+                rows -= len(draft)
+                item = Work(sequence, item.start, item.end + len(draft), tuple(draft))
             work.append(item)
         return work
 
     def _room_for(self, sequence: Sequence, tokens: int) -> int:
-        """How many tokens more than it has there is room for in the blocks of a sequence, which gets others as long as each that runs may have one."""
+        """Return how many more tokens, up to `tokens`, fit into a sequence's blocks.
+
+        Adds blocks while each running sequence could still get one.
+        """
         size = self.pool.block_tokens
         while (room := len(sequence.blocks) * size - sequence.num_tokens) < tokens:
             if self.pool.available <= self.places:
@@ -224,13 +250,16 @@ class Scheduler:
 
     @property
     def somebody_waits(self) -> bool:
-        """Whether media could keep somebody waiting: sequences that decode, or texts that are here or may come."""
+        """True if media could delay a sequence that decodes, or a text that is here or may come."""
         if self.pace is None:
             return False
         return self._seconds_since_text < TEXT_SECONDS or any(s.decoding for s in self.running)
 
     def _oldest_long(self) -> Sequence | None:
-        """Of the prompts that a step could compute, those that have media or exceed a chunk. None where no media are among them."""
+        """Return the oldest prompt that has media or exceeds a chunk and that a step could compute.
+
+        None if no such prompt has media.
+        """
         oldest, with_media = None, False
         for sequence in (*self.running, *self.waiting):
             if sequence.decoding or not (sequence.media_ahead or sequence.remaining > self.chunk_tokens):
@@ -259,7 +288,7 @@ class Scheduler:
         return ready and self.somebody_waits
 
     def _prefills(self, schedule: StepPlan, first: Sequence | None) -> list[Work]:
-        """The pieces of prompts."""
+        """Return the step's pieces of prompts."""
         prompts = self._in_order([s for s in self.running if not s.decoding], first)
         tokens = self.chunk_tokens
         if self.pace is not None and schedule.bounded:
@@ -287,17 +316,17 @@ class Scheduler:
             sequence.waited_steps += 1
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        found = [(part, self._cached_prefix(part)) for part in sequence.parts]
-        lacking = [self._blocks_at_once(sequence, part, len(cached)) for part, cached in found]
-        needed = sum(lacking)
-        room = self.pool.available_beside({block for _, cached in found for block in cached})
-        # One spare block for each running sequence, so that an admission is not undone by the next decode step.
+        cached_prefixes = [(part, self._cached_prefix(part)) for part in sequence.parts]
+        block_counts = [self._blocks_at_once(sequence, part, len(cached)) for part, cached in cached_prefixes]
+        needed = sum(block_counts)
+        room = self.pool.available_beside({block for _, cached in cached_prefixes for block in cached})
+        # Each running sequence keeps a spare block, so that the next decode step does not undo the admission.
         if needed + self.places > room and (self.running or needed > room):
             return False
         self.waiting.remove(sequence)
-        for _, cached in found:
+        for _, cached in cached_prefixes:
             self.pool.share(cached)
-        for (part, cached), more in zip(found, lacking, strict=True):
+        for (part, cached), more in zip(cached_prefixes, block_counts, strict=True):
             part.blocks = cached + self.pool.allocate(more)
             part.computed = len(cached) * self.pool.block_tokens
             part.registered = part.shared = len(cached)
@@ -313,14 +342,16 @@ class Scheduler:
         return True
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached leading blocks, never all known tokens (the last one must be computed) and never a part of an atomic range. None where log
-        probabilities of the prompt are wanted, which no block has."""
+        """Return cached leading blocks: never all known tokens (the last must be computed), never part of an atomic range.
+
+        Empty where log probabilities of the prompt are requested: no block has them.
+        """
         if not self.prefix_cache or sequence.prompt_logprobs is not None:
             return []
         size = self.pool.block_tokens
-        most = (sequence.num_tokens - 1) // size
-        self._hash_until(sequence, most)
-        cached = self.pool.find(sequence.identities[:most])
+        most_blocks = (sequence.num_tokens - 1) // size
+        self._hash_until(sequence, most_blocks)
+        cached = self.pool.find(sequence.identities[:most_blocks])
         keep = len(cached)
         for start, stop in reversed(sequence.atomic_ranges):
             if start < keep * size < stop:
@@ -349,50 +380,56 @@ class Scheduler:
                     break
 
     def _lacking(self, sequence: Sequence) -> Sequence | None:
-        """The one of its parts that has no block for its last known token; None: all have."""
+        """Return the part of a sequence without a block for its last known token; None: every part has one."""
         for part in sequence.parts:
             if len(part.blocks) < self.pool.blocks_for(part.num_tokens):
                 return part
         return None
 
     def _blocks_at_once(self, sequence: Sequence, part: Sequence, cached: int) -> int:
-        """How many blocks of its own, besides cached ones, a part of a prompt has at most while it is computed: those of a window, and of a chunk
-        after it. With an atomic range, which may be longer than both, with a companion, which has a part of the same chunks, and where nothing is
-        given back, it has all.
+        """Return how many blocks, besides cached ones, a part of a prompt needs at most while it is computed.
+
+        A window and a chunk after it suffice where blocks that leave the window are released. All blocks are
+        needed with an atomic range, which may be longer than both, and with a companion, which takes part of
+        the same chunks.
         """
-        lacking = self.pool.blocks_for(part.num_tokens) - cached
+        missing = self.pool.blocks_for(part.num_tokens) - cached
         if (
             self.window is None
             or part.stop_after_prefill
             or part.atomic_ranges
             or sequence.companion is not None
         ):
-            return lacking
-        return min(lacking, self.pool.blocks_for(self.window - 1 + self.chunk_tokens) + 1)
+            return missing
+        return min(missing, self.pool.blocks_for(self.window - 1 + self.chunk_tokens) + 1)
 
     def _missing_blocks(self, sequence: Sequence) -> int:
         return max(0, self.pool.blocks_for(sequence.num_tokens) - len(sequence.blocks))
 
     def _out_of_window(self, sequence: Sequence) -> int:
-        """How many leading blocks lie before the window of its next token: of later ones it begins no earlier. A cached prefix and a chunk end at no
-        place inside an atomic range, whose rows see all of it."""
+        """Return how many leading blocks lie before the window of the next token; later windows begin no earlier.
+
+        Neither a cached prefix nor a chunk ends inside an atomic range, whose rows see all of it.
+        """
         if self.window is None or sequence.stop_after_prefill:
             return 0
         first = max(0, sequence.computed + 1 - self.window)
         return min(first // self.pool.block_tokens, len(sequence.blocks) - 1)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
-        """Give back the blocks that left the window. A prompt that lacks blocks gets as many, of those that were its own: these are free now, or in
-        the prefix cache with nobody else, so it never runs dry."""
-        until, kept = self._out_of_window(sequence), max(sequence.dropped, sequence.shared)
+        """Release the blocks that left the window. A prompt that lacks blocks gets up to as many as it owned of these.
+
+        The owned ones are now free, or unreferenced in the prefix cache, so the prompt never runs dry.
+        """
+        until, shared_or_dropped = self._out_of_window(sequence), max(sequence.dropped, sequence.shared)
         self.pool.release(sequence.drop_blocks(until))
         if missing := self._missing_blocks(sequence):
-            sequence.blocks += self.pool.allocate(min(missing, max(0, until - kept)))
+            sequence.blocks += self.pool.allocate(min(missing, max(0, until - shared_or_dropped)))
 
     def _release(self, sequence: Sequence) -> None:
         for part in sequence.parts:
             self.pool.release(part.held_blocks)
-            self.pool.touch(part.identities[: part.dropped])  # given back before its later blocks
+            self.pool.touch(part.identities[: part.dropped])  # they were released before the later blocks
             part.blocks, part.dropped = [], 0
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -411,6 +448,6 @@ class Scheduler:
 
 
 def _last_of(sequence: Sequence) -> Work:
-    """The last known token of a sequence, and of its companion."""
-    beside = None if sequence.companion is None else _last_of(sequence.companion)
-    return Work(sequence, sequence.computed, sequence.num_tokens, companion=beside)
+    """Return the work of a sequence's last known token, and of its companion's."""
+    companion = None if sequence.companion is None else _last_of(sequence.companion)
+    return Work(sequence, sequence.computed, sequence.num_tokens, companion=companion)

@@ -1,1 +1,1 @@
-"""vLLM as the engine of a pod's sequences. Imported only where `spec.engine.type` is VLLM: vLLM has an environment of its own."""
+"""Runs a pod's sequences with vLLM. Imported only where `spec.engine.type` is VLLM: vLLM has an environment of its own."""

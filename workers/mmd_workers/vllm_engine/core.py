@@ -1,8 +1,9 @@
-"""vLLM's engine core on the engine's thread, between whose steps everything else happens. Not thread safe; independent of the network.
+"""Steps vLLM's engine core on the engine's thread; everything else happens between steps. Not thread safe;
+independent of the network.
 
-The core is stepped here and not by vLLM's own loop: so a sequence's blocks can be reserved, read and written between two steps, and a
-core whose requests all wait for features does not spin. It uses vLLM's scheduler, KV cache manager and block pool directly; the version
-is pinned.
+The core is stepped here and not by vLLM's own loop. So a sequence's blocks can be reserved, read and written
+between two steps, and a core whose requests all wait for features does not spin. This module uses vLLM's
+scheduler, KV cache manager and block pool directly; vLLM's version is pinned.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ from mmd_workers.vllm_engine.structured import StepMasks
 from mmd_workers.wire.messages.message_parts import Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest
 
-MOST_SUSPICIONS = 2  # engines that may fail in a step that ran a request beside others
+MOST_SUSPICIONS = 2  # engine failures in shared steps; then a request is not placed again
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """What this engine does for a request."""
+    """State of a request in this engine."""
 
     source: GenerateRequest
     request: Request
-    first: int  # index of the first token that is made here
+    first: int  # index of the first token that is generated here
     stop_after_prefill: bool = False
     attached: bool = False
     constraint: Constraint | None = None  # has advanced over all output tokens
@@ -69,11 +70,11 @@ class _Sequence:
     blocks: list[KVCacheBlock] = field(default_factory=list)  # kept for `read_kv`
     identities: list[bytes] = field(default_factory=list)  # see `_note_prefix`
     computed: int = 0  # tokens whose KV is in `blocks`
-    announced: int = 0  # tokens whose KV has been there; a preemption takes it away for a while
+    announced: int = 0  # tokens reported as KvReady; a preemption may take their KV away for a while
 
     @property
     def decodes(self) -> bool:
-        """Whether only its newest token has no KV. After a preemption, which takes all KV away, it prefills again."""
+        """True if only the newest token has no KV. A preemption removes all KV, and the sequence prefills again."""
         without_kv = self.request.num_tokens - self.request.num_computed_tokens
         return without_kv == 1 and bool(self.made or self.attached)
 
@@ -82,7 +83,7 @@ class _Sequence:
 class _Reservation:
     blocks: list[KVCacheBlock]
     prompt_tokens: int
-    shared: int  # leading blocks, of the prefix cache
+    shared: int  # leading blocks taken from the prefix cache
     written: int
 
 
@@ -94,7 +95,7 @@ def _bad_logits(adapter: str) -> BadLogitsError:
 
 
 class VllmCore:
-    """Sequences over vLLM's engine core: the same commands and outputs as those of the native `Engine`."""
+    """Sequences on vLLM's engine core, with the commands and outputs of the native `Engine`."""
 
     def __init__(
         self,
@@ -107,8 +108,10 @@ class VllmCore:
         feature_row_bytes: int,
         num_threads: int,
     ) -> None:
-        """`grammars`: of the model. `kv`: where sequences move between pods. `identity_tokens`: tokens of the blocks whose identities are advertised.
-        `feature_row_bytes`: of one token of a feature. `num_threads`: of OpenMP, for the thread that steps.
+        """`grammars`: the model's grammars. `kv`: the KV pool, where sequences move between pods.
+
+        `identity_tokens`: tokens per block whose identity is advertised. `feature_row_bytes`: bytes of one
+        token of a feature. `num_threads`: OpenMP threads of the thread that steps.
         """
         assert isinstance(core.scheduler, Scheduler)
         self._core = core
@@ -117,64 +120,70 @@ class VllmCore:
         self._pool = self._manager.block_pool
         self._shelf = shelf
         shelf.on_plan = self._planned
-        self._scheduler.get_grammar_bitmask = self._masks  # called for each step, while it runs
-        self._plan: SchedulerOutput | None = None  # of the step that runs
+        self._scheduler.get_grammar_bitmask = self._masks  # called in each step, while the model runs
+        self._plan: SchedulerOutput | None = None  # plan of the running step
         self._builder = builder
         self.grammars = grammars
         self._kv = kv
         self._identity_tokens = identity_tokens
         self.feature_row_bytes = feature_row_bytes
         self._num_threads = num_threads
-        self._stepping: int | None = None  # the thread that has stepped
+        self._stepping_thread: int | None = None  # identifier of the thread that has stepped
         config = core.vllm_config
         self._vocabulary = int(config.model_config.get_vocab_size())
         self._feature_width = feature_row_bytes // config.model_config.dtype.itemsize
-        driver = getattr(core.model_executor, "driver_worker", None)  # none where workers are other processes
+        driver = getattr(core.model_executor, "driver_worker", None)  # None if workers are other processes
         model = driver.worker.model_runner.get_model() if driver is not None else None
         self._model = model if supports_mrope(model) else None
         self.device: torch.device = config.device_config.device or torch.device("cpu")
-        self._masked_on = self.device if driver is not None else torch.device("cpu")  # of masks that travel
+        # Masks for workers in other processes are made on the CPU.
+        self._mask_device = self.device if driver is not None else torch.device("cpu")
         self.max_model_len = int(config.model_config.max_model_len)
         self._num_drafts = int(config.num_speculative_tokens)
         self._max_sequences = int(config.scheduler_config.max_num_seqs)
         self._chunk_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._block_tokens = int(core.scheduler.block_size)
-        self._num_blocks = int(self._pool.num_gpu_blocks) - 1  # one is vLLM's own
+        self._num_blocks = int(self._pool.num_gpu_blocks) - 1  # vLLM keeps one for itself
         self._sequences: dict[str, _Sequence] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._prefixes: dict[bytes, tuple[BlockHash, ...]] = {}
-        """By identity vLLM's hashes of the blocks that have its tokens, in order; all of them are cached. Where several blocks have them,
-        because they go on differently, the one that was used last counts."""
+        """By identity, vLLM's hashes of the blocks with its tokens, in order; all of them are cached. If
+        several blocks have these tokens, because they continue differently, the last used one counts."""
         self._identities_in: dict[BlockHash, set[bytes]] = {}  # `_prefixes` by vLLM's hash
         self.prefix_changes = CacheChanges()
         self._pool._emit_block_removed_events = self._evicted  # called for every block that vLLM evicts
-        self._failure: Exception | None = None  # of the step that ended this engine
-        self._reported: dict[str, int] = {}  # tokens of sequences that were reported to wait for a feature
+        self._failure: Exception | None = None  # error of the step that ended this engine
+        self._reported: dict[
+            str, int
+        ] = {}  # sequences that wait for a feature: computed tokens last reported
         self._preemptions = self._hit_tokens = self._miss_tokens = 0
         self._estimates = Estimates()
         self.metrics = VllmMetrics(config)
-        self.loaded_bytes = sum(core.model_executor.collective_rpc(loaded_bytes))  # by all ranks
+        self.loaded_bytes = sum(core.model_executor.collective_rpc(loaded_bytes))  # sum of all ranks
 
     @property
     def kv_layout(self) -> KvLayout:
-        """What pods exchange; of a pod that exchanges nothing, empty."""
+        """Layout of the KV that pods exchange; empty if this pod exchanges none."""
         return self._kv.layout if self._kv is not None else KvLayout(0, [], [], "")
 
     def shut_down(self) -> None:
-        """End what vLLM has started. Once the engine's thread has ended."""
+        """End everything that vLLM has started. Call this after the engine's thread has ended."""
         self._core.shutdown()
 
     def give_up(self) -> None:
-        """End the ranks of this pod, from any thread: a pod of the group has ended, and the step that runs would wait for it."""
+        """End the ranks of this pod. May be called from any thread.
+
+        Needed when another pod of the group has ended: the running step would wait for it.
+        """
         executor = self._core.model_executor
         if isinstance(executor, RankExecutor):
             executor.give_up()
 
     def warm_up(self) -> None:
-        """Generate two tokens, with each adapter too, and forget them.
+        """Generate two tokens, once without and once with each adapter, and forget them.
 
         Raises:
-            BadLogitsError: the model, or an adapter with it, computes no numbers.
+            BadLogitsError: the model, or an adapter with it, computes logits that are not numbers.
         """
         self.metrics.paused = True
         try:
@@ -193,10 +202,10 @@ class VllmCore:
             self.add("warm-up", request, stop_after_prefill=False)
             while "warm-up" in self._sequences:
                 for _, error in self.step().failed:
-                    if isinstance(error, BadLogitsError):  # whatever else failed, the next step raises itself
+                    if isinstance(error, BadLogitsError):  # any other failure is raised by the next step
                         raise error
         except Exception as error:
-            if error is self._failure:  # the caller has it
+            if error is self._failure:  # the caller gets it
                 self._failure = None
             raise
         finally:
@@ -205,8 +214,10 @@ class VllmCore:
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def cached_tokens(self, request: GenerateRequest) -> int:
-        """Leading tokens whose KV is in the prefix cache now, but for the last token. Only looks blocks up, which may come and go meanwhile:
-        another thread may ask, and gets RuntimeError or StopIteration where one did.
+        """Return the number of leading tokens whose KV is in the prefix cache now, without the last token.
+
+        Only looks up blocks, so another thread may call it. It gets RuntimeError or StopIteration if a block
+        was added or removed meanwhile.
         """
         probe = self._builder.build("probe", request, request.output_token_ids, 1)
         return int(self._manager.get_computed_blocks(probe)[1])
@@ -219,8 +230,9 @@ class VllmCore:
         stop_after_prefill: bool,
         constraint: Constraint | None = None,
     ) -> None:
-        """Queue a request. Its features may follow by `fill`; those that another sequence brought are shared. `constraint`: of its
-        grammar, where its output tokens end.
+        """Queue a request. Its features may follow through `fill`; features that another sequence brought are shared.
+
+        `constraint`: state of the request's grammar after its output tokens.
 
         Raises:
             CapacityError: it can never fit into the context or the KV pool.
@@ -229,26 +241,26 @@ class VllmCore:
         """
         self._check_new(name)
         outputs = request.output_token_ids
-        left = request.sampling.max_tokens - len(outputs)
-        if left < 1:
+        remaining_tokens = request.sampling.max_tokens - len(outputs)
+        if remaining_tokens < 1:
             raise ValueError(
                 f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated"
             )
-        self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else left)
+        self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else remaining_tokens)
         self._check_layout(request)
-        made = self._build(name, request, outputs, 1 if stop_after_prefill else left)
+        vllm_request = self._build(name, request, outputs, 1 if stop_after_prefill else remaining_tokens)
         self._sequences[name] = _Sequence(
-            request, made, len(outputs), stop_after_prefill, constraint=constraint
+            request, vllm_request, len(outputs), stop_after_prefill, constraint=constraint
         )
         for ref in request.features:
             self._shelf.share(ref.feature_id, name)
-        self._begin(made)
+        self._begin(vllm_request)
 
     def fill(self, name: str, medium: int, feature: Feature) -> None:
-        """Give a sequence the feature of its medium; nothing happens if it is no longer here.
+        """Give a sequence the feature of one of its media. Nothing happens if the sequence has left.
 
         Raises:
-            CountMismatchError: the feature has another number of tokens than the prompt's layout, or another width than the model's.
+            CountMismatchError: the feature's number of tokens differs from the prompt layout's, or its width from the model's.
         """
         if (sequence := self._sequences.get(name)) is None:
             return
@@ -267,7 +279,7 @@ class VllmCore:
         self._shelf.put(ref.feature_id, name, rows)
 
     def abort(self, name: str) -> None:
-        """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored."""
+        """Forget a sequence or reservation in any state and free its blocks and features; unknown ids are ignored."""
         if (reservation := self._reservations.pop(name, None)) is not None:
             self._pool.free_blocks(reversed(reservation.blocks))
         if (sequence := self._sequences.pop(name, None)) is not None:
@@ -280,10 +292,10 @@ class VllmCore:
     def _build(
         self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
     ) -> Request:
-        """vLLM's request, which the model can run."""
-        made = self._builder.build(name, request, output_token_ids, max_tokens)
-        self._check_runs(made)
-        return made
+        """Build vLLM's request, and check that the model can run it."""
+        vllm_request = self._builder.build(name, request, output_token_ids, max_tokens)
+        self._check_runs(vllm_request)
+        return vllm_request
 
     def _begin(self, request: Request) -> None:
         self.metrics.begin(request)
@@ -294,7 +306,7 @@ class VllmCore:
             raise ValueError(f"sequence id {name} is in use")
 
     def _check_layout(self, request: GenerateRequest) -> None:
-        """What would end the engine in its step, and after it the pod that the request is placed on next."""
+        """Refuse a prompt that would end the engine in its step, and then that of the next pod the request is placed on."""
         length = len(request.token_ids)
         ids = [*request.token_ids, *request.output_token_ids]
         if not ids or min(ids) < 0 or max(ids) >= self._vocabulary:
@@ -313,7 +325,7 @@ class VllmCore:
                 )
 
     def _check_runs(self, request: Request) -> None:
-        """Compute rotary positions as the model does in its first step, where a request that lacks a fact would end the engine."""
+        """Compute rotary positions as the model does in its first step, where a missing fact would end the engine."""
         if (model := self._model) is None:
             return
         tokens = request.prompt_token_ids or []
@@ -327,10 +339,10 @@ class VllmCore:
                 "models or versions"
             ) from error
 
-    def _check_fits(self, prompt_tokens: int, more: int) -> None:
+    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         check_fits(
             prompt_tokens,
-            more,
+            max_tokens,
             max_model_len=self.max_model_len,
             blocks=self._num_blocks,
             block_tokens=self._block_tokens,
@@ -339,8 +351,9 @@ class VllmCore:
     # --- KV -------------------------------------------------------------------------------------------------------
 
     def read_kv(self, name: str, start: int, end: int) -> list[torch.Tensor] | None:
-        """KV of the tokens [start, end) of a sequence with `stop_after_prefill`, which has been announced; None while it is computed
-        again after a preemption.
+        """Return the announced KV of tokens [start, end) of a sequence with `stop_after_prefill`.
+
+        None: after a preemption the KV is being computed again.
 
         Raises:
             KeyError: there is no such sequence.
@@ -359,13 +372,15 @@ class VllmCore:
         prefix: Sequence[bytes] = (),
         companion_tokens: int = 0,
     ) -> int:
-        """Hold blocks for the KV of `prompt_tokens` tokens, and for the next token with its drafts. `prefix`: identities of the leading
-        whole blocks. Returns how many tokens have their KV in the prefix cache: what is written begins there.
+        """Reserve blocks for the KV of `prompt_tokens` tokens, and for the next token with its drafts.
+
+        `prefix`: identities of the leading full blocks. Returns the number of tokens whose KV is in the
+        prefix cache. The first write starts there.
 
         Raises:
-            CapacityError: this can never fit.
-            OverloadedError: no blocks or no place for a sequence now.
-            UnsupportedParameterError: it has a companion.
+            CapacityError: the sequence can never fit.
+            OverloadedError: there are no blocks or no sequence slot now.
+            UnsupportedParameterError: the sequence has a companion.
         """
         self._check_new(name)
         check_unguided(companion_tokens)
@@ -397,22 +412,25 @@ class VllmCore:
         return cached
 
     def _cached_blocks(self, prefix: Sequence[bytes], prompt_tokens: int) -> list[KVCacheBlock]:
-        """vLLM's leading blocks that hold the KV of these identities' tokens, as far as they are cached."""
-        size, found = self._identity_tokens, list[KVCacheBlock]()
+        """Return vLLM's leading blocks with the KV of these identities' tokens, as far as they are cached."""
+        size, blocks = self._identity_tokens, list[KVCacheBlock]()
         for number, identity in enumerate(prefix):
             hashes = self._prefixes.get(identity, ())
-            most = min(prompt_tokens, (number + 1) * size) // self._block_tokens
-            for block, known in enumerate(hashes, number * size // self._block_tokens):
-                if len(found) <= block < most:
-                    if block > len(found) or (there := self._pool.get_cached_block(known, [0])) is None:
-                        return found
-                    found.extend(there)
+            covered_blocks = min(prompt_tokens, (number + 1) * size) // self._block_tokens
+            for index, block_hash in enumerate(hashes, number * size // self._block_tokens):
+                if len(blocks) <= index < covered_blocks:
+                    if (
+                        index > len(blocks)
+                        or (cached := self._pool.get_cached_block(block_hash, [0])) is None
+                    ):
+                        return blocks
+                    blocks.extend(cached)
             if not hashes:
                 break
-        return found
+        return blocks
 
     def write_kv(self, name: str, start: int, tensors: list[torch.Tensor]) -> None:
-        """Write KV of the tokens from `start` on to reserved blocks; ranges come in order.
+        """Write the KV of the tokens from `start` on to reserved blocks. Ranges come in order.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -422,7 +440,10 @@ class VllmCore:
         assert self._kv is not None
         tokens = tensors[0].shape[1] if tensors else 0
         layout = self._kv.layout
-        shapes = [(2, tokens, *of) for of in zip(layout.num_kv_heads, layout.head_dim, strict=True)]
+        shapes = [
+            (2, tokens, *heads_and_dim)
+            for heads_and_dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
+        ]
         if [tuple(tensor.shape) for tensor in tensors] != shapes:
             raise CountMismatchError(f"KV of {name} has another model's geometry: {len(tensors)} layers")
         if start != reservation.written or start + tokens > reservation.prompt_tokens:
@@ -439,32 +460,34 @@ class VllmCore:
         output_token_ids: Sequence[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """Start decoding a reserved sequence whose KV has been written, but for the last of `output_token_ids`. `constraint`: as of `add`.
+        """Start decoding a reserved sequence. Its KV has been written, except for the last of `output_token_ids`.
+
+        `constraint`: see `add`.
 
         Raises:
             KeyError: nothing is reserved under this id.
-            CountMismatchError: KV of some token has not been written. The reservation stays.
+            CountMismatchError: the KV of some token has not been written. The reservation stays.
             StepFailedError: the model cannot run it. The reservation stays.
         """
         reservation = self._reservations[name]
-        known = len(request.token_ids) + len(output_token_ids)
-        if reservation.written != known - 1:
+        num_tokens = len(request.token_ids) + len(output_token_ids)
+        if reservation.written != num_tokens - 1:
             raise CountMismatchError(
-                f"KV of {reservation.written} tokens of {name} was written, but {known - 1} are known"
+                f"KV of {reservation.written} tokens of {name} was written, but {num_tokens - 1} are known"
             )
-        self._check_fits(known, 1)
+        self._check_fits(num_tokens, 1)
         self._check_layout(request)
-        left = request.sampling.max_tokens - len(output_token_ids)
-        made = self._build(name, request, output_token_ids, left)
-        self._adopt(made, reservation, known - 1)
+        remaining_tokens = request.sampling.max_tokens - len(output_token_ids)
+        vllm_request = self._build(name, request, output_token_ids, remaining_tokens)
+        self._adopt(vllm_request, reservation, num_tokens - 1)
         del self._reservations[name]
         self._sequences[name] = _Sequence(
-            request, made, len(output_token_ids), attached=True, constraint=constraint
+            request, vllm_request, len(output_token_ids), attached=True, constraint=constraint
         )
-        self._begin(made)
+        self._begin(vllm_request)
 
     def _adopt(self, request: Request, reservation: _Reservation, tokens: int) -> None:
-        """Make blocks that hold the KV of a request's first tokens its own, as if it had computed them."""
+        """Give a request the blocks with the KV of its first tokens, as if it had computed them."""
         (manager,) = self._manager.coordinator.single_type_managers
         manager.req_to_blocks[request.request_id] = list(reservation.blocks)
         manager.num_cached_block[request.request_id] = reservation.shared
@@ -481,21 +504,21 @@ class VllmCore:
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether there is a request that has not ended, or an end that the model's side does not know yet."""
+        """True if a request has not ended, or if the model's side does not know yet that it has."""
         return bool(self._scheduler.has_requests())
 
     def step(self) -> StepOutput:
         """Run one batch. Empty output: nothing can run until something is added, filled or aborted.
 
         Raises:
-            Exception: vLLM failed; its state is unknown then.
+            Exception: vLLM failed, and its state is unknown.
         """
         if self._failure is not None:
             raise self._failure
-        if self._stepping != threading.get_ident():
-            self._stepping = threading.get_ident()
+        if self._stepping_thread != threading.get_ident():
+            self._stepping_thread = threading.get_ident()
             set_num_threads(self._num_threads)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self._plan = None
         self._shelf.short.clear()
         try:
@@ -508,30 +531,31 @@ class VllmCore:
         self.metrics.record(outputs.values(), len(preempted or ()))
         output = StepOutput()
         self._note_plan(output)
-        for made in outputs.values():
-            for one in made.outputs:
-                self._note_output(one, output)
+        for client_outputs in outputs.values():
+            for result in client_outputs.outputs:
+                self._note_output(result, output)
         self._announce(output)
-        output.duration_seconds = time.perf_counter() - begun
+        output.duration_seconds = time.perf_counter() - started
         self._estimates.add(output)
         return output
 
     def _suspects(self, error: Exception) -> list[tuple[str, Exception]]:
-        """What to report for the requests of a step that failed; the engine ends with its next step.
+        """Return the errors to report for the requests of a failed step. The engine ends with its next step.
 
-        One that ran alone, or in whose steps engines have failed before, must not be placed again, on a pod that would end as well. Those
-        beside it are placed again, and counted. Of a lost device, of memory that was short and of a rank that has ended, no request is
-        the cause; only one that is suspected already is not placed again after a rank's end.
+        A request that ran alone, or in whose steps engines have failed before, must not be placed again:
+        another pod would end too. Requests beside it are placed again, and the failure is counted. No request
+        is the cause of a lost device, of exhausted memory or of a rank that has ended; after a rank's end
+        only a request that is already suspected is not placed again.
         """
         names = list(self._plan.num_scheduled_tokens) if self._plan is not None else []
         sources = {name: self._sequences[name].source for name in names if name in self._sequences}
-        in_rank = FROM_A_RANK.match(str(error))  # vLLM hands on the words alone
+        in_rank = FROM_A_RANK.match(str(error))  # vLLM passes on only the text
         if isinstance(error, torch.OutOfMemoryError) or (in_rank and "out of memory" in in_rank[1]):
-            short = OverloadedError(
+            out_of_memory = OverloadedError(
                 f"the device ran out of memory in a step of {len(sources)} requests ({reason(error)}); lower spec.prefill.chunkTokens or "
                 "the KV cache's share of memory"
             )
-            return [(name, short) for name in sources]
+            return [(name, out_of_memory) for name in sources]
         if in_rank and "CUDA error" in in_rank[1]:
             return []
         try:
@@ -542,17 +566,22 @@ class VllmCore:
         executor = self._core.model_executor
         rank_lost = isinstance(executor, RankExecutor) and executor.has_lost_a_rank()
         words = f"{type(error).__name__}: {str(error)[:300]}"
-        found: list[tuple[str, Exception]] = []
+        errors: list[tuple[str, Exception]] = []
         for name, source in sources.items():
             if source.engine_failures >= MOST_SUSPICIONS or (len(sources) == 1 and not rank_lost):
-                found.append((name, StepFailedError(f"vLLM failed on this request: {words}")))
+                errors.append((name, StepFailedError(f"vLLM failed on this request: {words}")))
             elif not rank_lost:
-                beside = f"vLLM failed in a step of {len(sources)} requests, of which this was one: {words}"
-                found.append((name, SuspectError(beside)))
-        return found
+                suspicion = (
+                    f"vLLM failed in a step of {len(sources)} requests, of which this was one: {words}"
+                )
+                errors.append((name, SuspectError(suspicion)))
+        return errors
 
     def _planned(self, plan: SchedulerOutput) -> None:
-        """vLLM has allocated blocks for a step, and nothing has run: afterwards a sequence that has ended has none any more."""
+        """Note the plan of a step after vLLM has allocated its blocks, and before anything runs.
+
+        After the step, a sequence that has ended no longer has blocks.
+        """
         self._plan = plan
         for name in plan.preempted_req_ids or ():
             if (sequence := self._sequences.get(name)) is not None:
@@ -562,7 +591,7 @@ class VllmCore:
                 self._keep_blocks(sequence)
 
     def _masks(self, plan: SchedulerOutput) -> StepMasks | None:
-        """What the grammars allow of the requests that get a token in this step."""
+        """Return the grammar masks of the requests that get a token in this step."""
         constraints = {
             name: sequence.constraint
             for name in plan.num_scheduled_tokens
@@ -570,20 +599,22 @@ class VllmCore:
             and sequence.constraint is not None
             and not sequence.request.is_prefill_chunk
         }
-        return StepMasks.of(constraints, self._masked_on) if constraints else None
+        return StepMasks.of(constraints, self._mask_device) if constraints else None
 
     def _note_plan(self, output: StepOutput) -> None:
-        """What vLLM chose to run: admitted, preempted, and how many tokens of which kind."""
+        """Report what vLLM chose to run: admissions, preemptions, and the number of tokens of each kind."""
         for name, tokens in self._shelf.short.items():
             if self._reported.get(name) != tokens:
                 output.admitted[name] = self._reported[name] = tokens
         if (plan := self._plan) is None:
             return
-        for new in plan.scheduled_new_reqs:
-            if (sequence := self._sequences.get(new.req_id)) is not None and not sequence.attached:
-                output.admitted[new.req_id] = new.num_computed_tokens
-                self._hit_tokens += new.num_computed_tokens
-                self._miss_tokens += len(sequence.request.prompt_token_ids or ()) - new.num_computed_tokens
+        for new_request in plan.scheduled_new_reqs:
+            if (sequence := self._sequences.get(new_request.req_id)) is not None and not sequence.attached:
+                output.admitted[new_request.req_id] = new_request.num_computed_tokens
+                self._hit_tokens += new_request.num_computed_tokens
+                self._miss_tokens += (
+                    len(sequence.request.prompt_token_ids or ()) - new_request.num_computed_tokens
+                )
         for name, tokens in plan.num_scheduled_tokens.items():
             if (sequence := self._sequences.get(name)) is None:
                 continue
@@ -597,37 +628,39 @@ class VllmCore:
             self._preemptions += 1
             output.changed = True
             if (sequence := self._sequences.get(name)) is not None and sequence.attached:
-                self.abort(name)  # its KV came from another pod, and its media are not here
+                self.abort(name)  # its KV came from another pod, and its media are not on this one
                 output.failed.append((name, preempted(self._num_blocks, sequence.first + sequence.made)))
 
     def _keep_blocks(self, sequence: _Sequence) -> None:
-        """Refer to a prefilling sequence's blocks until `abort`, besides vLLM, which frees them at the end of the prefill."""
-        held = self._manager.get_blocks(sequence.request.request_id).blocks[0]
-        new = held[len(sequence.blocks) :]
-        self._pool.touch(new)
-        sequence.blocks += new
+        """Keep a reference to a prefilling sequence's blocks until `abort`: vLLM frees its own when the prefill ends."""
+        blocks = self._manager.get_blocks(sequence.request.request_id).blocks[0]
+        new_blocks = blocks[len(sequence.blocks) :]
+        self._pool.touch(new_blocks)
+        sequence.blocks += new_blocks
 
     def _release_blocks(self, sequence: _Sequence) -> None:
-        """At a preemption: sequences that each kept half of the pool would wait for one another. vLLM computes the tokens again, or
-        finds them in its prefix cache."""
+        """Release a preempted sequence's blocks: sequences that each kept half of the pool would wait for one another.
+
+        vLLM computes the tokens again, or finds them in its prefix cache.
+        """
         self._pool.free_blocks(reversed(sequence.blocks))
         sequence.blocks = []
         sequence.computed = 0
 
-    def _note_output(self, made: EngineCoreOutput, output: StepOutput) -> None:
-        name = made.request_id
+    def _note_output(self, result: EngineCoreOutput, output: StepOutput) -> None:
+        name = result.request_id
         if (sequence := self._sequences.get(name)) is None:
             return
-        if made.num_nans_in_logits:
+        if result.num_nans_in_logits:
             self._abort_spoiled(name, sequence)
             output.failed.append((name, _bad_logits(sequence.source.adapter)))
             return
-        if made.new_token_ids:  # from KV alone it goes on
+        if result.new_token_ids:  # the sequence continues from KV alone
             self._shelf.release(name)
-            self._reported.pop(name, None)  # should it be preempted, its role has to bring them again
+            self._reported.pop(name, None)  # after a preemption, its role has to bring the features again
         complete = False
-        for number, token in enumerate(made.new_token_ids):
-            last = number == len(made.new_token_ids) - 1
+        for number, token in enumerate(result.new_token_ids):
+            last = number == len(result.new_token_ids) - 1
             if sequence.constraint is not None:
                 try:
                     sequence.constraint.advance([token])
@@ -636,65 +669,77 @@ class VllmCore:
                     output.failed.append((name, error))
                     return
                 complete = sequence.constraint.complete
-            reason = self._finish_reason(sequence, made.finish_reason) if last else None
+            finish_reason = self._finish_reason(sequence, result.finish_reason) if last else None
             if complete:
-                reason = "stop"
-            logprob, top = _logprobs(made, number, sequence.source.sampling.logprobs)
-            of_prompt = _prompt_logprobs(made) if number == 0 else ()
+                finish_reason = "stop"
+            logprob, top = _logprobs(result, number, sequence.source.sampling.logprobs)
+            prompt_logprobs = _prompt_logprobs(result) if number == 0 else ()
             output.tokens.append(
-                SampledToken(name, sequence.first + sequence.made, token, reason, logprob, top, of_prompt)
+                SampledToken(
+                    name, sequence.first + sequence.made, token, finish_reason, logprob, top, prompt_logprobs
+                )
             )
             sequence.made += 1
             if sequence.made == 1:
                 self._note_prefix(sequence)
-        ended = made.finish_reason is not None
-        if ended and not made.new_token_ids:
+        ended = result.finish_reason is not None
+        if ended and not result.new_token_ids:
             self.abort(name)
-            output.failed.append((name, _failure(made)))
+            output.failed.append((name, _failure(result)))
         elif (ended or complete) and not sequence.stop_after_prefill:
             self._note_prefix(sequence)
             self.abort(name)
 
     def _abort_spoiled(self, name: str, sequence: _Sequence) -> None:
-        """`abort` a sequence whose KV may not be numbers: no other may find it. Whoever is given its blocks has them zeroed before."""
+        """Abort a sequence whose KV may not be numbers, so that no other sequence finds it.
+
+        Its blocks are zeroed before they are allocated again.
+        """
         blocks = {block.block_id for block in sequence.blocks}
         blocks.update(block for group in self._manager.get_block_ids(name) for block in group)
-        for known in sequence.request.block_hashes:
-            blocks.update(block.block_id for block in self._pool.get_cached_block(known, [0]) or ())
+        for block_hash in sequence.request.block_hashes:
+            blocks.update(block.block_id for block in self._pool.get_cached_block(block_hash, [0]) or ())
         self._pool.evict_blocks(blocks)
         self.abort(name)
 
-    def _finish_reason(self, sequence: _Sequence, reason: FinishReason | None) -> answers.FinishReason | None:
-        """vLLM's reason, except that a sequence which ends after its prefill here goes on elsewhere."""
-        if reason is FinishReason.STOP:
+    def _finish_reason(
+        self, sequence: _Sequence, vllm_reason: FinishReason | None
+    ) -> answers.FinishReason | None:
+        """Return vLLM's reason; None for a sequence that ends here after its prefill and continues elsewhere."""
+        if vllm_reason is FinishReason.STOP:
             return "stop"
-        if reason is not FinishReason.LENGTH:
+        if vllm_reason is not FinishReason.LENGTH:
             return None
         outputs = sequence.first + sequence.made + 1
         room = len(sequence.source.token_ids) + outputs < self.max_model_len
-        goes_on = sequence.stop_after_prefill and room and outputs < sequence.source.sampling.max_tokens
-        return None if goes_on else "length"
+        continues = sequence.stop_after_prefill and room and outputs < sequence.source.sampling.max_tokens
+        return None if continues else "length"
 
     def _announce(self, output: StepOutput) -> None:
-        """Ranges of prompts whose KV has been computed, or found in the prefix cache: none is longer than a chunk."""
+        """Report ranges of prompts whose KV has been computed, or found in the prefix cache; none is longer
+        than a chunk."""
         if (plan := self._plan) is None:
             return
         for name in plan.num_scheduled_tokens:
             sequence = self._sequences.get(name)
             if sequence is None or not sequence.stop_after_prefill:
                 continue
-            prompt = len(sequence.request.prompt_token_ids or ())
-            ready = prompt if sequence.made else min(prompt, int(sequence.request.num_computed_tokens))
+            prompt_tokens = len(sequence.request.prompt_token_ids or ())
+            ready = (
+                prompt_tokens
+                if sequence.made
+                else min(prompt_tokens, int(sequence.request.num_computed_tokens))
+            )
             sequence.computed = ready
             while sequence.announced < ready:
                 end = min(ready, sequence.announced + self._chunk_tokens)
-                output.kv_ready.append(KvReady(name, sequence.announced, end, end == prompt))
+                output.kv_ready.append(KvReady(name, sequence.announced, end, end == prompt_tokens))
                 sequence.announced = end
 
     # --- prefixes -------------------------------------------------------------------------------------------------
 
     def forget_prefixes(self) -> bool:
-        """Empty the prefix cache; False: sequences use blocks of it."""
+        """Empty the prefix cache. False: sequences use blocks of it."""
         if not self._manager.reset_prefix_cache():
             return False
         self._prefixes.clear()
@@ -703,7 +748,10 @@ class VllmCore:
         return True
 
     def _note_prefix(self, sequence: _Sequence) -> None:
-        """Remember under which identities routers and other pods know the blocks of all tokens so far, whatever size vLLM's blocks have."""
+        """Record the blocks of all tokens so far under the identities that routers and other pods use.
+
+        These are independent of the size of vLLM's blocks.
+        """
         request, size = sequence.request, self._identity_tokens
         if not self._manager.enable_caching:
             return
@@ -718,39 +766,39 @@ class VllmCore:
             if self._prefixes.get(identity) != blocks and all(map(self._is_cached, blocks)):
                 self._forget_identity(identity)
                 self._prefixes[identity] = blocks
-                for known in blocks:
-                    self._identities_in.setdefault(known, set()).add(identity)
+                for block_hash in blocks:
+                    self._identities_in.setdefault(block_hash, set()).add(identity)
                 self.prefix_changes.add(identity)
 
-    def _is_cached(self, known: BlockHash) -> bool:
-        return self._pool.get_cached_block(known, [0]) is not None
+    def _is_cached(self, block_hash: BlockHash) -> bool:
+        return self._pool.get_cached_block(block_hash, [0]) is not None
 
     def _forget_identity(self, identity: bytes) -> None:
-        """Its blocks no longer have it; nothing happens if none had."""
-        for known in self._prefixes.pop(identity, ()):
-            self._identities_in[known].discard(identity)
-            if not self._identities_in[known]:
-                del self._identities_in[known]
+        """Remove an identity from its blocks; nothing happens if it has none."""
+        for block_hash in self._prefixes.pop(identity, ()):
+            self._identities_in[block_hash].discard(identity)
+            if not self._identities_in[block_hash]:
+                del self._identities_in[block_hash]
         self.prefix_changes.remove(identity)
 
     def _evicted(self, evicted: list[BlockHashWithGroupId]) -> None:
-        """vLLM has removed a block from its prefix cache; it may have another with the same tokens."""
-        for known in map(get_block_hash, evicted):
-            if not self._is_cached(known):
-                for identity in tuple(self._identities_in.get(known, ())):
+        """Forget identities of blocks that vLLM has evicted, unless another cached block has the same tokens."""
+        for block_hash in map(get_block_hash, evicted):
+            if not self._is_cached(block_hash):
+                for identity in tuple(self._identities_in.get(block_hash, ())):
                     self._forget_identity(identity)
 
     # --- figures --------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """How loaded the engine is."""
+        """Return the current load."""
         scheduler = self._scheduler
         self.metrics.refresh(scheduler.make_stats())
         running, waiting = scheduler.get_request_counts()
         unfinished = [
             s for name, s in self._sequences.items() if name in scheduler.requests and not s.decodes
         ]
-        held = sum(name not in scheduler.requests for name in self._sequences)
+        held_sequences = sum(name not in scheduler.requests for name in self._sequences)
         return EngineStats(
             blocks_total=self._num_blocks,
             blocks_free=self._pool.get_num_free_blocks(),
@@ -758,7 +806,7 @@ class VllmCore:
             block_tokens=self._block_tokens,
             waiting_sequences=waiting,
             running_sequences=running,
-            held_sequences=held,
+            held_sequences=held_sequences,
             reserved_sequences=len(self._reservations),
             max_sequences=self._max_sequences,
             waiting_tokens=sum(s.request.num_tokens - s.request.num_computed_tokens for s in unfinished),
@@ -771,7 +819,7 @@ class VllmCore:
         )
 
     def _blocked(self, sequence: _Sequence) -> int:
-        """Tokens that come after a missing feature."""
+        """Return the number of tokens after a missing feature."""
         request = sequence.request
         missing = [ref for ref in in_order(sequence.source.features) if ref.feature_id not in self._shelf]
         starts = [ref.ranges[0][0] for ref in missing if sum(ref.ranges[-1]) > request.num_computed_tokens]
@@ -779,32 +827,38 @@ class VllmCore:
 
 
 def set_num_threads(count: int) -> None:
-    """Set OpenMP's number of threads for the calling thread, which torch does at its first parallel operation: attention that is planned
-    for one number and run with another fails. vLLM replaces torch's own function by one that does nothing."""
+    """Set OpenMP's number of threads for the calling thread.
+
+    torch would do this at its first parallel operation, but attention fails if it is planned for one number
+    and run with another. vLLM replaces torch's public function by one that does nothing.
+    """
     torch._C.set_num_threads(count)
 
 
-def _failure(made: EngineCoreOutput) -> MmdError:
-    """vLLM gives no reason for a request that it ends; its log has one."""
+def _failure(result: EngineCoreOutput) -> MmdError:
+    """Return the error for a request that vLLM ended. vLLM gives no reason; its log has one."""
     return StepFailedError(
-        f"vLLM ended the request ({made.finish_reason}); its log, above this line, has the reason"
+        f"vLLM ended the request ({result.finish_reason}); its log, above this line, has the reason"
     )
 
 
 def _logprobs(
-    made: EngineCoreOutput, number: int, wanted: int | None
+    result: EngineCoreOutput, number: int, count: int | None
 ) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    """The token's own log probability, and those of the most likely ones."""
-    if wanted is None or made.new_logprobs is None:
+    """Return a token's log probability, and those of the most likely tokens."""
+    if count is None or result.new_logprobs is None:
         return None, ()
-    ids = made.new_logprobs.logprob_token_ids[number].tolist()
-    values = made.new_logprobs.logprobs[number].tolist()
-    return values[0], tuple(zip(ids[1 : wanted + 1], values[1 : wanted + 1], strict=True))
+    ids = result.new_logprobs.logprob_token_ids[number].tolist()
+    values = result.new_logprobs.logprobs[number].tolist()
+    return values[0], tuple(zip(ids[1 : count + 1], values[1 : count + 1], strict=True))
 
 
-def _prompt_logprobs(made: EngineCoreOutput) -> tuple[Logprob, ...]:
-    """Those of the prompt's tokens from the second one on, and of the likeliest ones in their places, which come with the first output token."""
-    if (found := made.new_prompt_logprobs_tensors) is None:
+def _prompt_logprobs(result: EngineCoreOutput) -> tuple[Logprob, ...]:
+    """Return log probabilities of the prompt's tokens from the second on, and of the likeliest tokens in their places.
+
+    They come with the first output token.
+    """
+    if (tensors := result.new_prompt_logprobs_tensors) is None:
         return ()
-    rows = zip(found.logprob_token_ids.tolist(), found.logprobs.tolist(), strict=True)
+    rows = zip(tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist(), strict=True)
     return tuple((values[0], tuple(zip(ids[1:], values[1:], strict=True))) for ids, values in rows)

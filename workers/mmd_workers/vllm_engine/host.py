@@ -1,4 +1,4 @@
-"""vLLM as a part of a pod: weights, KV pool and thread, made from the spec."""
+"""Runs vLLM as a part of a pod: weights, KV pool and thread, made from the spec."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RECOMPUTED_SECONDS = 0.02
 
 
 class VllmEngine(SteppedEngine):
-    """Requests in the terms of `VllmCore`."""
+    """Translates a role's requests into commands of `VllmCore`."""
 
     _runner: EngineRunner[VllmCore]
 
@@ -55,27 +55,27 @@ class VllmEngine(SteppedEngine):
         kv_layout: KvLayout,
         feature_row_bytes: int,
     ) -> None:
-        """`feature_row_bytes`: of one token of a feature, with all that belongs to it."""
+        """`feature_row_bytes`: bytes of one token of a feature, all of its tensors included."""
         super().__init__(runner, grammars)
         self._kv_layout = kv_layout
         self._feature_row_bytes = feature_row_bytes
 
     @property
     def keeps_features(self) -> bool:
-        """They have gone with the next token: memory for those of all that decode is not reserved."""
+        """False: features are released with the next token, and no memory is reserved for those of decoding sequences."""
         return False
 
     @property
     def kv_layout(self) -> KvLayout:
-        """That of the model: vLLM's own is converted."""
+        """Layout of the model's KV, into which vLLM's own layout is converted."""
         return self._kv_layout
 
     def feature_bytes(self, modality: Modality, num_tokens: int) -> int:
-        """Embeddings and what goes with them."""
+        """Return the bytes of the embeddings and the tensors that belong to them."""
         return num_tokens * self._feature_row_bytes
 
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
-        """Ask vLLM's prefix cache."""
+        """Return how many leading tokens vLLM's prefix cache holds."""
         return await self._runner.look(lambda core: core.cached_tokens(request))
 
     async def add(
@@ -86,20 +86,20 @@ class VllmEngine(SteppedEngine):
         stop_after_prefill: bool,
         features: Mapping[int, Feature] | None = None,
     ) -> Added:
-        """Queue it with vLLM's scheduler. vLLM computes rotary positions itself, so none travels."""
+        """Queue the request with vLLM's scheduler. vLLM computes rotary positions itself, so none are sent."""
         constraint = await self._constraint(request, request.output_token_ids)
 
         def begin(core: VllmCore) -> Added:
-            at = time.time()
+            added_at = time.time()
             core.add(sequence, request, stop_after_prefill=stop_after_prefill, constraint=constraint)
             for medium, feature in (features or {}).items():
                 core.fill(sequence, medium, feature)
-            return Added(at, next_position=0)
+            return Added(added_at, next_position=0)
 
         return await self._runner.call(begin)
 
     async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
-        """Copy the range, on the engine's device; after a preemption, once it has been computed again."""
+        """Copy the KV range on the engine's device. After a preemption, wait until it has been computed again."""
         while (read := await self._runner.call(lambda core: core.read_kv(sequence, start, end))) is None:
             await asyncio.sleep(RECOMPUTED_SECONDS)
         return read
@@ -107,7 +107,7 @@ class VllmEngine(SteppedEngine):
     async def attach(
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
     ) -> None:
-        """It decodes from the next step on."""
+        """Start decoding the sequence from the next step on."""
         constraint = await self._constraint(request, output_token_ids)
         await self._runner.call(
             lambda core: core.attach(sequence, request, output_token_ids, constraint=constraint)
@@ -118,32 +118,32 @@ class VllmHost(SteppedHost):
     """Owns vLLM's engine core and the thread that steps it."""
 
     def __init__(self, pod: Pod, device: torch.device, tower_bytes: Callable[[], int] = lambda: 0) -> None:
-        """`tower_bytes()`: activations of a tower on the same device, for which the KV pool leaves room."""
+        """`tower_bytes()`: bytes of activations of a tower on the same device, which the KV pool leaves free."""
         super().__init__(pod, device)
         self._tower_bytes = tower_bytes
         self._engine: VllmEngine | None = None
         self._core: VllmCore | None = None
-        self._refused: Exception | None = None  # why it failed in its first steps
-        self._lost: EngineDeadError | None = None  # how a rank, or another pod of the group, ended
+        self._refused: Exception | None = None  # error of the first steps
+        self._lost: EngineDeadError | None = None  # end of a rank, or of another pod of the group
         self._warming_up = False
         self._stopping = False
-        self._reason = ""  # why this pod cannot serve
-        self._ended = asyncio.Event()  # another pod of the group has
+        self._reason = ""  # reason why this pod cannot serve
+        self._ended = asyncio.Event()  # another pod of the group has ended
         settings = pod.settings
         self._group = Leader(settings, self._member_lost, self._asked_to_drain) if settings.group else None
 
     @property
     def engine(self) -> VllmEngine:
-        """The engine's commands."""
+        """Engine with the commands for sequences."""
         assert self._engine is not None
         return self._engine
 
     async def load_weights(self) -> None:
-        """Wait for the other pods of the group, unless this one is asked to stop before they are there.
+        """Fetch the weights. In a group, wait until the other pods have joined, or this pod is asked to stop.
 
         Raises:
-            EngineDeadError: they are not there in time.
-            UnsupportedModelError: the model or an adapter is not there.
+            EngineDeadError: a pod has not joined in time.
+            UnsupportedModelError: the model or an adapter is not available.
         """
         await super().load_weights()
         if self._group is None:
@@ -165,7 +165,8 @@ class VllmHost(SteppedHost):
         """Load the weights, and make the KV pool as large as memory allows.
 
         Raises:
-            EngineSettingsError: vLLM is not installed here, refuses its settings, or cannot serve the model; the message has its reason.
+            EngineSettingsError: vLLM is not installed here, refuses its settings, or cannot serve the model; the message has
+                vLLM's reason.
             MemoryBudgetError: the pool does not hold one request of full length.
         """
         with self._pod.startup.phase("engine"):
@@ -176,7 +177,7 @@ class VllmHost(SteppedHost):
                     loop.call_soon_threadsafe(self._rank_lost, words)
 
             core = self._core = await self._with_group(asyncio.to_thread(self._make_core, lost))
-            if self._ended.is_set() and self._lost is not None:  # as it was made
+            if self._ended.is_set() and self._lost is not None:  # a pod ended while the core was made
                 await asyncio.to_thread(core.give_up)
                 raise self._lost
         metrics = self._pod.metrics
@@ -187,10 +188,12 @@ class VllmHost(SteppedHost):
         self._engine = VllmEngine(self._run(core), core.grammars, core.kv_layout, core.feature_row_bytes)
 
     async def _with_group(self, making: Awaitable[VllmCore]) -> VllmCore:
-        """What a thread makes, unless another pod of the group ends first. The followers learn at once why it cannot be made.
+        """Return the core that a thread makes, unless another pod of the group ends first.
+
+        If the core cannot be made, the followers get the reason at once.
 
         Raises:
-            MmdError: it cannot be made here, or another pod has ended.
+            MmdError: the core cannot be made here, or another pod has ended.
         """
         try:
             return await until_ended(making, self._ended)
@@ -200,32 +203,35 @@ class VllmHost(SteppedHost):
                 await close_each(partial(self._group.close, why))
             end_now(why)
         except MemberEndedError as error:
-            found = self._cause(error.own, first=False)
+            failure = self._cause(error.own, first=False)
         except MmdError as error:
             if self._group is not None and weight(error.message) < 2:
                 await self._until_another_ended()
-            found = self._cause(error, first=True)
-        self._reason = found.message
+            failure = self._cause(error, first=True)
+        self._reason = failure.message
         if self._group is not None:
             await self._group.close(self._reason)
-        raise found
+        raise failure
 
     async def _until_another_ended(self) -> None:
-        """What failed here may be a consequence, and another pod about to report of what."""
+        """Wait for the end of another pod: a failure here may be its consequence, and its report may be on the way."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_SECONDS):
                 await self._ended.wait()
 
-    def _cause(self, own: MmdError | None, *, first: bool) -> MmdError:
-        """Why this pod cannot go on: its own failure or the end of another process, whichever explains more; else what came first, since
-        ranks end when those of other pods do. `first`: whether its own failure did.
+    def _cause(self, own_failure: MmdError | None, *, first: bool) -> MmdError:
+        """Return why this pod cannot continue: its own failure or the end of another process, whichever explains more.
+
+        If both explain as much, the earlier one counts, since ranks end when those of other pods do. `first`:
+        this pod's own failure came first.
         """
-        if own is None or (
-            self._lost is not None and (weight(self._lost.message), not first) > (weight(own.message), first)
+        if own_failure is None or (
+            self._lost is not None
+            and (weight(self._lost.message), not first) > (weight(own_failure.message), first)
         ):
             assert self._lost is not None
             return self._lost
-        return own
+        return own_failure
 
     def _make_core(self, rank_lost: Callable[[str], object]) -> VllmCore:
         prepare_environment()
@@ -244,7 +250,7 @@ class VllmHost(SteppedHost):
             raise self._refusal(error) from error
 
     def _refusal(self, error: Exception) -> EngineSettingsError:
-        """Whatever vLLM raises at its start, it is about the model, its settings or the machine."""
+        """Turn an error of vLLM's start into one about the settings: it concerns the model, its settings or the machine."""
         others = (
             "remove spec.engine.adapters"
             if self._pod.spec.engine.adapters
@@ -269,7 +275,7 @@ class VllmHost(SteppedHost):
         self._pod.tasks.stopping.set()
 
     async def stop(self) -> None:
-        """End the engine's thread after its current step, what vLLM has started, and the other pods of the group."""
+        """Stop the engine's thread after its current step, the other pods of the group, and everything vLLM has started."""
         self._stopping = True
         await asyncio.gather(super().stop(), self._settle())
         if self._group is not None:
@@ -279,7 +285,10 @@ class VllmHost(SteppedHost):
             await asyncio.to_thread(self._core.shut_down)
 
     async def _settle(self) -> None:
-        """A step that failed may be a consequence of another pod's end, whatever vLLM reports of it: that is the reason then."""
+        """Replace the failure of a step by the end of another pod, if the failure may be a consequence of that end.
+
+        This holds whatever vLLM reports about the step.
+        """
         tasks = self._pod.tasks
         if self._group is None or self._core is None or tasks.failure in (None, self._lost):
             return
@@ -288,11 +297,12 @@ class VllmHost(SteppedHost):
             tasks.failure = self._lost
 
     async def warm_up(self) -> None:
-        """Generate a few tokens: some of what vLLM refuses, it refuses in its first step.
+        """Generate a few tokens, because vLLM refuses some settings only in its first step.
 
         Raises:
-            EngineSettingsError: it fails twice, so it cannot serve the model; the message has its reason. Or it does not end in time.
-            BadLogitsError: the model, or an adapter with it, computes no numbers.
+            EngineSettingsError: vLLM fails twice, so it cannot serve the model, and the message has its reason; or the first step
+                does not end in time.
+            BadLogitsError: the model, or an adapter with it, computes logits that are not numbers.
             EngineDeadError: a rank has ended.
         """
         self._warming_up = True
@@ -306,15 +316,18 @@ class VllmHost(SteppedHost):
             raise self._refusal(self._refused) from self._refused
 
     def progress(self) -> dict[str, Progress]:
-        """The engine's turns, once it takes some: its first one has a limit of its own."""
+        """Return the engine's progress, except during warm-up, which has its own time limit."""
         return {} if self._warming_up else super().progress()
 
     def _warm_up_limit_seconds(self) -> float:
-        """As long as the pod may take to start: compilation alone may take minutes."""
+        """Return the time that the pod may take to start: compilation alone may take minutes."""
         return join_seconds(self._pod)
 
     async def _warm_up_engine(self) -> None:
-        """Once more where it fails: the engine stays usable, and what does not fail again need not keep the pod from serving."""
+        """Warm up the engine, and try once more if that fails.
+
+        The engine stays usable, and a failure that does not recur must not keep the pod from serving.
+        """
         self._refused = EngineSettingsError(
             f"vLLM's first step did not end within {self._warm_up_limit_seconds():.0f} s; raise the pool's startDeadlineSeconds, or check "
             "the pod's log for what it waits for"

@@ -1,7 +1,8 @@
-"""KV in vLLM's blocks, in the layout that pods exchange: for each layer [2, tokens, kv_heads, head_dim].
+"""Reads and writes KV in vLLM's blocks, in the layout that pods exchange: [2, tokens, kv_heads, head_dim] per layer.
 
-How a backend arranges a block is its own business, and on CPUs depends on the instruction set. So the backend's own function writes
-numbers once: where each of them is found in a scratch block is the arrangement. KV in 8 bits moves as it is, as bytes.
+Each backend arranges blocks in its own way, which on CPUs depends on the instruction set. So the backend's
+own function writes numbers to a scratch block once, and their places show the arrangement. KV in 8 bits moves
+unchanged, as bytes.
 """
 
 from __future__ import annotations
@@ -18,30 +19,32 @@ from mmd_workers.kv.chunks import empty_range
 from mmd_workers.model.prompt import KvLayout
 
 DIGIT = 128  # numbers below it are exact in every floating-point type of 16 bits
-SMALL_DIGIT = 8  # and below this one in those of 8 bits
+SMALL_DIGIT = 8  # numbers below it are exact in those of 8 bits
 
 
 @dataclass(frozen=True)
 class Half:
-    """Where K, or V, of a block lies among the block's elements. `strides`: of (token, head, dim), where that describes it."""
+    """Places of a block's K, or of its V, among the block's elements."""
 
     index: torch.Tensor  # int64 [block_tokens, kv_heads, head_dim]
 
     @cached_property
     def strides(self) -> tuple[int, int, int] | None:
-        """Strides of (token, head, dim), if the elements are evenly spaced: then a view reads them, several times faster."""
+        """Strides of (token, head, dim) if the elements are evenly spaced. A view then reads them, several times faster."""
         index = self.index
-        found = tuple(
+        strides = tuple(
             int(index.select(axis, 1).flatten()[0] - index.flatten()[0]) if index.shape[axis] > 1 else 0
             for axis in range(3)
         )
         grids = torch.meshgrid(*(torch.arange(n) for n in index.shape), indexing="ij")
-        even = sum(grid * stride for grid, stride in zip(grids, found, strict=True)) + index.flatten()[0]
-        return (found[0], found[1], found[2]) if torch.equal(even, index) else None
+        even = sum(grid * stride for grid, stride in zip(grids, strides, strict=True)) + index.flatten()[0]
+        return (strides[0], strides[1], strides[2]) if torch.equal(even, index) else None
 
     def within(self, pool: torch.Tensor) -> torch.Tensor | None:
-        """[blocks, block_tokens, kv_heads, head_dim] of a pool, whatever strides it has, as a view; None if its elements are not evenly
-        spaced."""
+        """Return a view [blocks, block_tokens, kv_heads, head_dim] of a pool with any strides.
+
+        None: the elements are not evenly spaced.
+        """
         block = pool[0]
         places = torch.zeros(block.shape, dtype=torch.int64)
         for axis, (size, stride) in enumerate(zip(block.shape, block.stride(), strict=True)):
@@ -54,7 +57,7 @@ class Half:
         return pool.as_strided(shape, (pool.stride(0), *spaced.strides), pool.storage_offset() + first)
 
     def of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, block_tokens, kv_heads, head_dim] of contiguous blocks [blocks, elements]."""
+        """Return [blocks, block_tokens, kv_heads, head_dim] of contiguous blocks [blocks, elements]."""
         if self.strides is None:
             return blocks[:, self.index.to(blocks.device)]
         size, first = (blocks.shape[0], *self.index.shape), int(self.index.flatten()[0])
@@ -69,7 +72,7 @@ class Half:
 
 
 class LayerKv:
-    """One attention layer's KV."""
+    """KV of one attention layer."""
 
     def __init__(self, layer: Any) -> None:
         self.cache: torch.Tensor = (
@@ -78,10 +81,10 @@ class LayerKv:
         self.num_kv_heads = int(layer.impl.num_kv_heads)
         self.head_dim = int(layer.impl.head_size)
         self._layer = layer
-        self._small = self.cache.dtype.itemsize == 1
+        self._is_8_bit = self.cache.dtype.itemsize == 1
 
     def halves(self, block_tokens: int) -> tuple[Half, Half]:
-        """How a block of K and V is arranged.
+        """Find the places of K and V in a block.
 
         Raises:
             UnsupportedModelError: a block has anything besides K and V.
@@ -90,31 +93,31 @@ class LayerKv:
         count = block_tokens * self.num_kv_heads * self.head_dim
         numbers = torch.arange(2 * count)
         elements = self.cache[0].numel()
-        found = torch.zeros(elements, dtype=torch.int64)
-        digits, remaining, digit = 1, 2 * count, SMALL_DIGIT if self._small else DIGIT
-        while remaining and elements == 2 * count:  # digit by digit: no type can hold the numbers themselves
+        number_at = torch.zeros(elements, dtype=torch.int64)
+        digits, remaining, digit = 1, 2 * count, SMALL_DIGIT if self._is_8_bit else DIGIT
+        while remaining and elements == 2 * count:  # digit by digit: no type holds the numbers themselves
             written = self._scratch(((numbers // digits) % digit).view(2, *shape))
-            found += written.flatten().round().long() * digits
+            number_at += written.flatten().round().long() * digits
             digits, remaining = digits * digit, remaining // digit
-        if not torch.equal(found.sort().values, numbers):
+        if not torch.equal(number_at.sort().values, numbers):
             raise UnsupportedModelError(
                 f"spec.engine.type: a KV block of this model, {elements} elements for {2 * count} of K and V, is arranged in a way that is not "
                 "understood, so it cannot move between pods; omit spec.prefill, or set spec.engine.type: Native"
             )
-        index = torch.empty_like(found)
-        index[found] = numbers
+        index = torch.empty_like(number_at)
+        index[number_at] = numbers
         k, v = index.view(2, *shape)
         return Half(k), Half(v)
 
     def _scratch(self, values: torch.Tensor) -> torch.Tensor:
-        """A block as the backend writes these K and V [2, block_tokens, kv_heads, head_dim]."""
+        """Return a block to which the backend has written these K and V [2, block_tokens, kv_heads, head_dim]."""
         layer, cache = self._layer, self.cache
         scratch = torch.zeros_like(cache[:1])
         slots = torch.arange(values.shape[1], device=cache.device)
-        if not self._small:
+        if not self._is_8_bit:
             layer.impl.do_kv_cache_update(layer, *values.to(cache), scratch, slots)
             return scratch[0].cpu().float()
-        # The backend divides by the scales, which a checkpoint may have, and rounds.
+        # The backend divides by scales, which a checkpoint may have, and rounds.
         scales = (layer._k_scale_float, layer._v_scale_float)
         k, v = (
             half.to(cache.device, torch.bfloat16) * scale for half, scale in zip(values, scales, strict=True)
@@ -128,32 +131,32 @@ def _eight_bits(name: str) -> torch.dtype:
 
 
 def one_dtype(of: Iterable[str]) -> str:
-    """The data type that all layers have.
+    """Return the data type of all layers.
 
     Raises:
-        UnsupportedModelError: they have several, or there are none.
+        UnsupportedModelError: the layers have several data types, or there are no layers.
     """
-    found = sorted(set(of))
-    if len(found) != 1:
+    dtypes = sorted(set(of))
+    if len(dtypes) != 1:
         raise UnsupportedModelError(
-            f"spec.engine: KV of this model has the data types {', '.join(found) or 'of no layer'}, and only one can move between pods; remove "
+            f"spec.engine: KV of this model has the data types {', '.join(dtypes) or 'of no layer'}, and only one can move between pods; remove "
             "extraArgs that set another for some layers, or omit spec.prefill"
         )
-    return found[0]
+    return dtypes[0]
 
 
 class PagedKv:
-    """The KV pool of one engine process, whose blocks have `block_tokens` tokens each."""
+    """KV pool of one engine process, with `block_tokens` tokens per block."""
 
     def __init__(self, attention_layers: dict[str, Any], block_tokens: int) -> None:
-        """`attention_layers`: vLLM's layers by name, in order; those that share another's KV have none of their own."""
+        """`attention_layers`: vLLM's layers by name, in order. Layers that share another's KV are skipped."""
         self.block_tokens = block_tokens
-        own = [
+        kv_layers = [
             layer
             for layer in attention_layers.values()
             if hasattr(layer, "impl") and getattr(layer, "kv_sharing_target_layer_name", None) is None
         ]
-        self.layers = [LayerKv(layer) for layer in own]
+        self.layers = [LayerKv(layer) for layer in kv_layers]
         arrangements: dict[tuple[int, ...], tuple[Half, Half]] = {}
         self._halves = [
             arrangements.setdefault(key, layer.halves(block_tokens))
@@ -167,7 +170,7 @@ class PagedKv:
 
     @cached_property
     def layout(self) -> KvLayout:
-        """Of all layers; the type of KV in 8 bits is uint8."""
+        """Layout of all layers. The type of KV in 8 bits is uint8."""
         return KvLayout(
             len(self.layers),
             [layer.num_kv_heads for layer in self.layers],
@@ -176,7 +179,7 @@ class PagedKv:
         )
 
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
-        """KV of tokens [start, end) of a sequence whose blocks these are; copies."""
+        """Copy the KV of tokens [start, end) of a sequence with these blocks."""
         rows, skipped = self._rows(block_ids, start, end)
         slots = self._slots(rows, skipped, end - start)
         read = empty_range(self.layout, end - start, self._device) if self.layers else []
@@ -192,43 +195,46 @@ class PagedKv:
         return read
 
     def write(self, block_ids: list[int], start: int, tensors: list[torch.Tensor]) -> None:
-        """Write KV of the tokens from `start` on to a sequence's blocks."""
+        """Write the KV of the tokens from `start` on to a sequence's blocks."""
         count = tensors[0].shape[1]
         rows, skipped = self._rows(block_ids, start, start + count)
         slots = self._slots(rows, skipped, count)
         for layer, halves, views, tensor in zip(self.layers, self._halves, self._views, tensors, strict=True):
-            new = tensor.to(layer.cache)
+            new_values = tensor.to(layer.cache)
             if views is not None:
-                for view, values in zip(views, new, strict=True):
+                for view, values in zip(views, new_values, strict=True):
                     view[slots] = values
                 continue
             blocks = self._blocks(layer, rows)
-            for half, values in zip(halves, new, strict=True):
+            for half, values in zip(halves, new_values, strict=True):
                 whole = half.of(blocks).clone(memory_format=torch.contiguous_format)
                 whole.view(-1, layer.num_kv_heads, layer.head_dim)[skipped : skipped + count] = values
                 half.put(blocks, whole)
             layer.cache.index_copy_(0, rows, blocks.view(-1, *layer.cache.shape[1:]))
 
     def clear(self, block_ids: list[int]) -> None:
-        """Zero blocks: what attention reads behind the last token must at least be finite."""
+        """Zero blocks, because attention may read beyond the last token, and must find finite numbers there."""
         blocks = torch.tensor(block_ids, dtype=torch.long, device=self._device)
         for layer in self.layers:
             layer.cache[blocks] = 0
 
     def _rows(self, block_ids: list[int], start: int, end: int) -> tuple[torch.Tensor, int]:
-        """The blocks that have these tokens, and how many others come before in the first of them. On the device, where they are copied
-        once for all layers: the engine's thread waits for such a copy."""
+        """Return the blocks with these tokens, and the number of earlier tokens in the first block.
+
+        The block numbers are copied to the device once for all layers: the engine's thread waits for such a copy.
+        """
         first, last = start // self.block_tokens, -(-end // self.block_tokens)
         return torch.tensor(block_ids[first:last], device=self._device), start - first * self.block_tokens
 
     def _slots(self, rows: torch.Tensor, skipped: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it of each token."""
+        """Return each token's block and its place in the block."""
         tokens = torch.arange(skipped, skipped + count, device=self._device)
         return rows[tokens // self.block_tokens], tokens % self.block_tokens
 
     @staticmethod
     def _view(cache: torch.Tensor, halves: tuple[Half, Half]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V of a pool by (block, token), if a view can be that: then no block is copied to get at a few tokens."""
+        """Return views of a pool's K and V by (block, token), or None. With views, no block is copied to
+        access a few tokens."""
         k, v = (half.within(cache) for half in halves)
         return None if k is None or v is None else (k, v)
 
@@ -238,5 +244,5 @@ class PagedKv:
 
     @staticmethod
     def _blocks(layer: LayerKv, rows: torch.Tensor) -> torch.Tensor:
-        """Copies of blocks, contiguous [blocks, elements], whatever strides the pool has."""
+        """Return contiguous copies of blocks [blocks, elements], whatever strides the pool has."""
         return layer.cache.index_select(0, rows).view(len(rows), -1)

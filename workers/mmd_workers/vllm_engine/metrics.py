@@ -1,7 +1,7 @@
-"""vLLM's own metrics, by vLLM's own logger and under its names, on a registry of their own.
+"""Publishes vLLM's own metrics, from vLLM's own logger and under its names, on a separate registry.
 
-vLLM's front end, which does not run here, follows each request for that logger: `VllmMetrics` does instead. Not thread safe, except that
-the registry may be read at any time.
+The logger needs a record of each request. vLLM's front end, which does not run here, would keep it;
+`VllmMetrics` does instead. Not thread safe, except that the registry may be read at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_
 
 
 class _Logger(PrometheusStatLogger):
-    """vLLM's logger, whose metrics, also those of its parts, are on `registry` instead of the process's."""
+    """Logger of vLLM with all metrics, those of its parts included, on `registry` instead of the process's."""
 
     def __init__(self, config: VllmConfig, registry: CollectorRegistry) -> None:
         kinds: dict[str, Any] = {
@@ -46,7 +46,10 @@ class _Logger(PrometheusStatLogger):
         *rest: Any,
         **named: Any,
     ) -> None:
-        """Labels of this gauge name the adapters that run and that wait: those of an earlier step are no longer true."""
+        """Record a step, after clearing the adapter gauge.
+
+        The gauge's labels name the adapters that run and wait; those of an earlier step are stale.
+        """
         if scheduler_stats is not None and self.gauge_lora_info is not None:
             self.gauge_lora_info.clear()
         super().record(scheduler_stats, iteration_stats, *rest, **named)
@@ -54,7 +57,7 @@ class _Logger(PrometheusStatLogger):
 
 @dataclass(slots=True)
 class _Followed:
-    """What vLLM's front end knows of a request."""
+    """State of a request, as vLLM's front end would keep it."""
 
     request: Request
     stats: RequestStateStats
@@ -63,7 +66,7 @@ class _Followed:
 
     @property
     def adapter(self) -> str | None:
-        """Name of the adapter that the request is for."""
+        """Name of the request's adapter."""
         return self.request.lora_request.lora_name if self.request.lora_request is not None else None
 
 
@@ -79,32 +82,32 @@ class VllmMetrics:
         self._adapters = LoRARequestStates(log_stats=True)
 
     def begin(self, request: Request) -> None:
-        """Follow a request from now on: to vLLM, it arrives here."""
+        """Follow a request from now on. For vLLM this is its arrival."""
         self._requests[request.request_id] = _Followed(request, RequestStateStats(arrival_time=time.time()))
 
     def forget(self, name: str) -> None:
-        """Of a request that is aborted, vLLM counts no end."""
+        """Stop following an aborted request. vLLM does not count its end."""
         if (followed := self._requests.pop(name, None)) is not None:
             self._adapters.request_finished(name, followed.adapter)
 
     def record(self, outputs: Iterable[EngineCoreOutputs], preempted: int) -> None:
-        """Count a step, which has preempted some requests."""
+        """Count a step that preempted `preempted` requests."""
         if self.paused:
             return
         iteration, load, followed = IterationStats(), None, False
-        for made in outputs:
-            load = made.scheduler_stats or load
-            for one in made.outputs:
-                if (request := self._requests.get(one.request_id)) is not None:
-                    self._follow(request, one, made.timestamp, iteration)
+        for client_outputs in outputs:
+            load = client_outputs.scheduler_stats or load
+            for output in client_outputs.outputs:
+                if (request := self._requests.get(output.request_id)) is not None:
+                    self._follow(request, output, client_outputs.timestamp, iteration)
                     followed = True
         self._adapters.update_scheduler_stats(load)
-        # Beside each request's next output, as vLLM reports it, those would be missing that end here without one.
+        # vLLM would count a preemption with the request's next output. Requests that end here without one would be missing.
         iteration.num_preempted_reqs = preempted
         self._logger.record(load, iteration if followed or preempted else None)
 
     def refresh(self, load: SchedulerStats | None) -> None:
-        """Show the load between steps: blocks are also reserved and freed there."""
+        """Publish the load between steps, where blocks are also reserved and freed."""
         if not self.paused:
             self._adapters.update_scheduler_stats(load)
             self._logger.record(load, None)
@@ -112,14 +115,14 @@ class VllmMetrics:
     def _follow(
         self, followed: _Followed, output: EngineCoreOutput, at: float, iteration: IterationStats
     ) -> None:
-        """As vLLM's `OutputProcessor` does."""
+        """Follow an output as vLLM's `OutputProcessor` does."""
         stats, request = followed.stats, followed.request
         iteration.update_from_output(output, at, followed.prefills, stats, self._adapters, followed.adapter)
         followed.prefills = False
         if output.prefill_stats is not None:
             followed.cached_tokens = output.prefill_stats.num_cached_tokens
         if output.finish_reason is None:
-            iteration.num_corrupted_reqs += bool(output.num_nans_in_logits)  # the engine ends it
+            iteration.num_corrupted_reqs += bool(output.num_nans_in_logits)  # the engine ends the request
             return
         iteration.update_from_finished_request(
             output.finish_reason,

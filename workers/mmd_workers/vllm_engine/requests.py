@@ -1,4 +1,4 @@
-"""A placed request in vLLM's terms."""
+"""Translates a placed request into vLLM's terms."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from mmd_workers.vllm_engine.sampling import draw_of
 from mmd_workers.wire.messages.message_parts import FeatureRef
 from mmd_workers.wire.messages.prefill import GenerateRequest
 
-ON_HOST = MultiModalSharedField(
-    batch_size=1, keep_on_cpu=True
-)  # else vLLM drops it once the medium is computed
-FACTS = {"video_second_per_grid": "second_per_grid_ts"}  # as transformers and vLLM call them
+# Without `keep_on_cpu` vLLM drops the field once the medium is computed.
+ON_HOST = MultiModalSharedField(batch_size=1, keep_on_cpu=True)
+FACTS = {"video_second_per_grid": "second_per_grid_ts"}  # transformers' name: vLLM's name
 FRAMES = ("qwen3_vl", "qwen3_vl_moe")
-"""Model types for whose videos vLLM looks for the token that opens a frame, from the placeholder's offset on: it must not be behind that."""
+"""Model types with videos for which vLLM looks for the token that opens a frame. The placeholder must not
+begin after that token."""
 
 
 class RequestBuilder:
-    """Makes vLLM's requests of placed ones."""
+    """Builds vLLM's requests from placed ones."""
 
     def __init__(
         self,
@@ -45,9 +45,12 @@ class RequestBuilder:
         seeded: bool = True,
         lora_requests: Mapping[str, LoRARequest] | None = None,
     ) -> None:
-        """`frame_token_id`: opens a frame of a video, where vLLM looks for it. `drafts`: with speculative decoding. `seeded`: whether vLLM
-        can draw from a seed; on CPUs its step fails where a prompt with one is computed in parts. `lora_requests`: of the adapters that are
-        loaded, by name."""
+        """`frame_token_id`: token that opens a frame of a video, if vLLM looks for it. `drafts`: speculative
+        decoding is on.
+
+        `seeded`: vLLM can draw from a seed; on CPUs its step fails if a prompt with a seed is computed in
+        parts. `lora_requests`: requests for the loaded adapters, by name.
+        """
         self._eos = sorted(eos_token_ids)
         self._drafts = drafts
         self._seeded = seeded
@@ -62,12 +65,13 @@ class RequestBuilder:
         output_token_ids: Sequence[int],
         max_tokens: int,
     ) -> Request:
-        """A request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt. vLLM does not learn of its
-        grammar.
+        """Build a request that generates up to `max_tokens` after `output_token_ids`, which count as part of its prompt.
+
+        vLLM does not learn of its grammar.
 
         Raises:
-            StepFailedError: it is for an adapter that is not loaded.
-            UnsupportedParameterError: it has guidance, or a grammar or rules about logits beside speculative decoding.
+            StepFailedError: the request is for an adapter that is not loaded.
+            UnsupportedParameterError: it has guidance, or a grammar or logit rules together with speculative decoding.
         """
         check_unguided(request.companion_tokens)
         return Request(
@@ -77,14 +81,14 @@ class RequestBuilder:
             pooling_params=None,
             arrival_time=request.arrived,
             mm_features=[self._medium(ref, request.token_ids) for ref in in_order(request.features)],
-            block_hasher=self._block_hasher,  # its hashes contain the adapter and the salt
+            block_hasher=self._block_hasher,  # its hashes include the adapter and the salt
             lora_request=self._lora(request.adapter),
             cache_salt=request.cache_salt or None,
         )
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that are loaded."""
+        """Names of the loaded adapters."""
         return tuple(self._loras)
 
     def _lora(self, adapter: str) -> LoRARequest | None:
@@ -97,55 +101,67 @@ class RequestBuilder:
     def _sampling(
         self, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
     ) -> SamplingParams:
-        """Greedy with `Draws` and `Constraints`, which vLLM does not take beside speculative decoding: there it draws itself, from a seed that depends on the
-        first token's index, so that a pod that goes on with a request does not repeat the draws of the one before; gateways refuse rules."""
-        wanted, first = request.sampling, len(output_token_ids)
-        ends = [*([] if wanted.ignore_eos else self._eos), *wanted.stop_token_ids]
-        if self._drafts and (wanted.grammar is not None or wanted.rules is not None or wanted.min_p > 0):
-            raise UnsupportedParameterError(  # from a gateway that does not know yet
+        """Return vLLM's sampling parameters: greedy, because `Draws` and `Constraints` choose the tokens.
+
+        vLLM does not accept these beside speculative decoding. There it draws itself, from a seed that
+        depends on the first token's index, so that a pod that continues a request does not repeat the draws
+        of the pod before. Gateways refuse rules then.
+        """
+        sampling, first = request.sampling, len(output_token_ids)
+        ends = [*([] if sampling.ignore_eos else self._eos), *sampling.stop_token_ids]
+        if self._drafts and (
+            sampling.grammar is not None or sampling.rules is not None or sampling.min_p > 0
+        ):
+            raise UnsupportedParameterError(  # the gateway does not know of speculative decoding yet
                 "response_format, structured_outputs, min_p, penalties, logit_bias, allowed_token_ids and bad_words are not supported beside "
                 "spec.engine's speculative decoding; omit them, or remove `speculative` from the spec"
             )
         params = SamplingParams(
             temperature=0.0,
-            logprobs=wanted.logprobs,
-            prompt_logprobs=(wanted.logprobs or 0) if wanted.prompt_logprobs and not first else None,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=(sampling.logprobs or 0) if sampling.prompt_logprobs and not first else None,
             max_tokens=max_tokens,
-            min_tokens=min(max(0, wanted.min_tokens - first), max_tokens),
-            ignore_eos=wanted.ignore_eos,
+            min_tokens=min(max(0, sampling.min_tokens - first), max_tokens),
+            ignore_eos=sampling.ignore_eos,
             stop_token_ids=ends,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
         if not self._drafts:
-            params.extra_args = draw_of(wanted, first)
-        elif wanted.temperature > 0:
-            params.temperature, params.top_p, params.top_k = wanted.temperature, wanted.top_p, wanted.top_k
-            params.seed = int(uniform(wanted.seed, first) * 2**53) if self._seeded else None
+            params.extra_args = draw_of(sampling, first)
+        elif sampling.temperature > 0:
+            params.temperature, params.top_p, params.top_k = (
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+            )
+            params.seed = int(uniform(sampling.seed, first) * 2**53) if self._seeded else None
         return params
 
     def _medium(self, ref: FeatureRef, token_ids: Sequence[int]) -> MultiModalFeatureSpec:
-        """Where a medium is and what the model must know of its shape, without its pixels."""
+        """Describe a medium's place and the facts of its shape that the model needs, without its pixels."""
         shape = {
             FACTS.get(name, name): MultiModalFieldElem(data=_fact(value), field=ON_HOST)
             for name, value in ref.geometry.items()
         }
-        before = ref.ranges[0][0] - 1
-        opened = ref.modality == "video" and before >= 0 and token_ids[before] == self._frame_token_id
+        preceding = ref.ranges[0][0] - 1
+        opens_frame = (
+            ref.modality == "video" and preceding >= 0 and token_ids[preceding] == self._frame_token_id
+        )
         return MultiModalFeatureSpec(
             data=MultiModalKwargsItem(shape),
             modality=ref.modality,
             identifier=ref.feature_id,
-            mm_position=placeholder(ref.ranges, before if opened else None),
+            mm_position=placeholder(ref.ranges, preceding if opens_frame else None),
             mm_hash=ref.feature_id,
         )
 
 
 def check_unguided(companion_tokens: int) -> None:
-    """Refuse a request with a companion, from a gateway that does not know yet.
+    """Refuse a request with a companion. Its gateway does not know yet that vLLM is the engine.
 
     Raises:
-        UnsupportedParameterError: it has one.
+        UnsupportedParameterError: the request has a companion.
     """
     if companion_tokens:
         raise UnsupportedParameterError(
@@ -154,13 +170,15 @@ def check_unguided(companion_tokens: int) -> None:
 
 
 def in_order(features: Sequence[FeatureRef]) -> list[FeatureRef]:
-    """Media by their place in the prompt, as vLLM expects them."""
+    """Sort media by their place in the prompt, as vLLM expects."""
     return sorted(features, key=lambda ref: ref.ranges[0][0])
 
 
 def placeholder(ranges: Sequence[Sequence[int]], offset: int | None = None) -> PlaceholderRange:
-    """A medium's runs of placeholders ([start, length]) as one range, from `offset` on if that is before them, with a mask where text
-    stands between them."""
+    """Join a medium's runs of placeholders ([start, length]) into one range, with a mask if text is between them.
+
+    The range begins at `offset`, if given, which is not after the first run.
+    """
     if offset is None:
         offset = ranges[0][0]
     length = sum(ranges[-1]) - offset
@@ -173,14 +191,14 @@ def placeholder(ranges: Sequence[Sequence[int]], offset: int | None = None) -> P
 
 
 def joined(feature: Feature) -> torch.Tensor:
-    """A feature as vLLM takes it: embeddings, then deepstack levels, side by side [tokens, width]."""
+    """Join a feature's tensors as vLLM expects: embeddings, then deepstack levels, side by side [tokens, width]."""
     names = ["embeddings", *sorted(name for name in feature.tensors if name != "embeddings")]
     tensors = [feature.tensors[name] for name in names]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
 
 
 def _fact(value: Any) -> Any:
-    """A shape fact of one medium: vLLM has no axis for media."""
+    """Convert a shape fact of one medium: vLLM has no axis for media."""
     if isinstance(value, list):
         tensor = torch.tensor(value)
         return tensor[0] if tensor.dim() > 1 and len(tensor) == 1 else tensor

@@ -1,9 +1,10 @@
-"""Tokens that both engines choose alike: token i of an output depends on (seed, i), the logits and the tokens before it, on whichever pod it
-is made.
+"""Makes vLLM choose the same tokens as the native engine.
 
-vLLM draws from one generator a request, which another pod could not go on with, and its penalties would count the tokens of earlier pods
-as the prompt's. So to vLLM every request is greedy and without rules, and this processor leaves a request that has either only the token
-that was chosen. What ends an answer is vLLM's own.
+Token i of an output depends on (seed, i), the logits and the tokens before it, on whichever pod it is
+generated. vLLM draws from one generator per request, which another pod could not continue, and its penalties
+would count the tokens of earlier pods as the prompt's. So vLLM sees every request as greedy and without
+rules. If a request has random sampling or rules, this processor leaves only the chosen token in its logits.
+vLLM itself decides what ends an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ARGUMENT = "mmd_draw"
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    first: Draw  # of the first token that is made here
+    first: Draw  # draw of the first token that is generated here
     output_token_ids: list[int]  # vLLM appends to it
 
     def next(self) -> Draw:
@@ -38,21 +39,21 @@ class _Row:
 
 
 def _row(first: Draw, prompt: Sequence[int], output_token_ids: list[int]) -> _Row:
-    """`prompt`: vLLM's, which ends with the output tokens of earlier pods."""
-    own = len(prompt) - first.index
-    if (rules := rule_state(first.sampling, (), prompt[:own])) is not None:
-        rules.follow(prompt[own:])
+    """Make a row. `prompt`: vLLM's prompt, which ends with the output tokens of earlier pods."""
+    prompt_length = len(prompt) - first.index
+    if (rules := rule_state(first.sampling, (), prompt[:prompt_length])) is not None:
+        rules.follow(prompt[prompt_length:])
     return _Row(replace(first, rules=rules), output_token_ids)
 
 
 class Draws(LogitsProcessor):
-    """vLLM's logits processor for requests with `draw_of` in their arguments."""
+    """Logits processor of vLLM for requests with `draw_of` in their arguments."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """It decides the token."""
+        """Return False: the processor decides the token."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -65,7 +66,7 @@ class Draws(LogitsProcessor):
         process_dict_updates(self._rows, batch_update, row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave the chosen token [n, vocab]; a row whose largest logit is not finite stays so."""
+        """Leave only the chosen token in logits [n, vocab]. A row whose largest logit is not finite stays as it is."""
         if self._rows:
             numbers = torch.tensor(list(self._rows), device=logits.device)
             rows = logits[numbers].float()
@@ -76,7 +77,10 @@ class Draws(LogitsProcessor):
 
 
 def draw_of(wanted: Sampling, index: int) -> dict[str, Any] | None:
-    """vLLM's `extra_args` of a request whose first token here is output token `index`; None where it is greedy and has no rules."""
+    """Return vLLM's `extra_args` for a request whose first token here is output token `index`.
+
+    None: the request is greedy and has no rules.
+    """
     if wanted.temperature <= 0 and wanted.rules is None:
         return None
     params = SamplingParams(

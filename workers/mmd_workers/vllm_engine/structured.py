@@ -1,6 +1,8 @@
-"""Grammars of answers, beside vLLM's own: vLLM would not know the output tokens that a continued request brings, which are a part of its
-prompt. The core follows a grammar, computes the masks of each step while the model runs, and hands them to whatever process samples: none
-but the pod's own compiles a grammar or follows one.
+"""Applies grammars to answers, instead of vLLM's own support.
+
+A continued request brings output tokens as part of its prompt, where vLLM would not know them. The core
+advances a grammar, computes the masks of each step while the model runs, and passes them to the process that
+samples. Only the pod's own process compiles grammars and advances them.
 """
 
 from __future__ import annotations
@@ -22,51 +24,51 @@ from mmd_workers.model.grammar import Constraint, Grammars, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """What the grammars of a step's requests allow next. The rows of `masks` are numbered as `names`."""
+    """Tokens that the grammars of a step's requests allow next. The rows of `masks` are in the order of `names`."""
 
     names: list[str]
     masks: Masks
 
     @classmethod
     def of(cls, constraints: Mapping[str, Constraint], device: torch.device) -> StepMasks:
-        """Those of these requests, at least one. `device`: as of `Masks.of`."""
+        """Compute the masks of these requests, at least one. `device`: see `Masks.of`."""
         return cls([*constraints], Masks.of(dict(enumerate(constraints.values())), device))
 
     def in_rows(self, rows: Mapping[str, int]) -> Masks:
-        """For a batch that has each request in one of its `rows`."""
+        """Return the masks for a batch in which `rows` gives each request's row."""
         return Masks([rows[name] for name in self.names], self.masks.bits)
 
 
 class Constraints(LogitsProcessor):
-    """vLLM's logits processor that applies the masks of a step."""
+    """Logits processor of vLLM that applies the masks of a step."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.masks: Masks | None = None  # of the step that samples now
-        kernels(device, torch.float32)  # where they have to be built, not in a step
+        self.masks: Masks | None = None  # masks of the step that samples now
+        kernels(device, torch.float32)  # build the kernels now, and not in a step
 
     def is_argmax_invariant(self) -> bool:
-        """It excludes tokens."""
+        """Return False: the processor excludes tokens."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Nothing: masks come with their rows."""
+        """Do nothing: masks come with their rows."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave what the grammars allow [n, vocab]."""
+        """Mask logits [n, vocab] of tokens that the grammars do not allow."""
         if self.masks is not None:
             self.masks.apply(logits)
         return logits
 
 
 def mask_next(batch: Any, wanted: StepMasks | None) -> None:
-    """Have the `Constraints` of vLLM's batch apply these masks, and no others, where it samples next."""
+    """Make the `Constraints` of vLLM's batch apply these masks, and no others, when it samples next."""
     for processor in batch.logitsprocs.non_argmax_invariant:
         if isinstance(processor, Constraints):
             processor.masks = wanted.in_rows(batch.req_id_to_index) if wanted is not None else None
 
 
 def grammars_of(folder: Path) -> Grammars:
-    """The grammars of the model in a folder."""
+    """Return the grammars of the model in a folder."""
     config = source.load_config(folder)
     vocab_size = int(config.get_text_config().vocab_size)
     return Grammars(

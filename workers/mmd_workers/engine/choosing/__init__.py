@@ -1,1 +1,1 @@
-"""From logits to tokens: rules, grammars' masks, guidance, sampling, drafts. Knows no KV and no scheduling."""
+"""Turns logits into tokens: rules, grammar masks, guidance, sampling, drafts. Knows no KV and no scheduling."""

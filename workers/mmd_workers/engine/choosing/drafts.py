@@ -1,8 +1,10 @@
-"""Speculative decoding by prompt lookup: a sequence whose last tokens stood in it before probably goes on as it did there. The tokens that
-followed are computed in the same step as its next token, and count as far as the model samples the very same ones.
+"""Speculative decoding by prompt lookup.
 
-The algorithm is that of "Prompt Lookup Decoding" (Saxena, 2023). How many tokens are worth a step is decided by what rows cost here and by how
-often drafts were right. Pure bookkeeping: times come from the steps' own stopwatch.
+If the last tokens of a sequence occurred in it before, it probably continues as it did there. The tokens that
+followed are computed in the same step as the next token, and accepted as far as the model samples the very
+same ones. The algorithm is "Prompt Lookup Decoding" (Saxena, 2023). The length of a draft depends on the
+measured cost of rows and on how often drafts were right. Pure bookkeeping: times come from the steps' own
+stopwatch.
 """
 
 from __future__ import annotations
@@ -15,26 +17,27 @@ from collections.abc import Sequence as Items
 from mmd_workers.engine.interface import StepOutput
 
 GRAMS = (3, 2)
-"""Numbers of last tokens that are looked up, the longest first."""
+"""Lengths of the token suffixes that are looked up, longest first."""
 CHANCE_BEFORE = 0.5
-"""Of a drafted token to be right, where nothing is known of the sequence."""
+"""Prior chance that a drafted token is right, before a sequence has any draft."""
 CHANCE_WEIGHT = 2.0
-"""Drafted tokens that this counts as."""
+"""Weight of the prior, in drafted tokens."""
 KEPT_BY_DRAFT = 0.9
-"""Of what is known, when another draft has been computed."""
+"""Factor by which each draft discounts the earlier ones."""
 KEPT_BY_STEP = 0.98
-"""Of it, by a step without a draft: so a sequence whose drafts were wrong has another chance after some dozens of tokens."""
+"""Factor for a step without a draft: a sequence whose drafts were wrong gets another chance after some dozens of tokens."""
 ROW_SHARE_BEFORE = 1 / 16
-"""Of a step's time, that another row takes, where nothing has been measured."""
+"""Prior share of a step's time that another row takes, before any measurement."""
 SPREAD_BEFORE = 0.1
-"""Of the rows of steps, as which that counts: theirs tell more as soon as some have two rows and some one."""
+"""Weight of that prior, as a variance of rows per step: measurements outweigh it once some steps have two
+rows and some one."""
 KEPT_OF_COSTS = 63 / 64
 LONGEST_STEP = 2.0
-"""Times the average, that a step counts as at most: a pause says nothing about rows."""
+"""A step counts as at most this many times the average: a pause says nothing about rows."""
 
 
 class PromptLookup:
-    """The tokens of one sequence, searched for what followed its last ones. 4 bytes a token."""
+    """Searches the tokens of one sequence for what followed its last ones. Takes 4 bytes per token."""
 
     def __init__(self) -> None:
         self._tokens = array("i")
@@ -43,18 +46,20 @@ class PromptLookup:
 
     @property
     def chance(self) -> float:
-        """Of a drafted token to be right, if all before it are."""
+        """Chance that a drafted token is right, if all drafted before it are."""
         return (self._hits + CHANCE_WEIGHT * CHANCE_BEFORE) / (self._trials + CHANCE_WEIGHT)
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """How a draft ended; what comes after the first wrong token says nothing. Without a draft, what is known fades."""
-        kept = KEPT_BY_DRAFT if drafted else KEPT_BY_STEP
-        self._hits = kept * self._hits + accepted
-        self._trials = kept * self._trials + min(drafted, accepted + 1)
+        """Learn how a draft ended. Tokens after the first wrong one say nothing. Without a draft, earlier results fade."""
+        discount = KEPT_BY_DRAFT if drafted else KEPT_BY_STEP
+        self._hits = discount * self._hits + accepted
+        self._trials = discount * self._trials + min(drafted, accepted + 1)
 
     def draft(self, token_ids: Items[int], most: int) -> list[int]:
-        """Up to `most` tokens that followed the last ones of `token_ids` the last time, which only grow from call to call. Where those overlap
-        the end, the tokens go round."""
+        """Return up to `most` tokens that followed the previous occurrence of the last tokens.
+
+        `token_ids` only grow from call to call. Where the tokens that followed reach the end, they repeat.
+        """
         self._follow(token_ids)
         count = len(self._tokens)
         for size in GRAMS:
@@ -66,61 +71,68 @@ class PromptLookup:
         return []
 
     def _follow(self, token_ids: Items[int]) -> None:
-        new = array("i", token_ids[len(self._tokens) :])
-        self._tokens += new
-        self._bytes += new.tobytes()
+        new_tokens = array("i", token_ids[len(self._tokens) :])
+        self._tokens += new_tokens
+        self._bytes += new_tokens.tobytes()
 
     def _last(self, size: int) -> int | None:
-        """Where the last `size` tokens stood before: the index after them."""
+        """Return the index after the previous occurrence of the last `size` tokens; None: there is none."""
         width = self._tokens.itemsize
-        wanted = self._bytes[-size * width :]
+        suffix = self._bytes[-size * width :]
         end = len(self._bytes) - width
-        while (found := self._bytes.rfind(wanted, 0, end)) >= 0:
-            if found % width == 0:
-                return found // width + size
-            end = found + len(wanted) - 1
+        while (offset := self._bytes.rfind(suffix, 0, end)) >= 0:
+            if offset % width == 0:
+                return offset // width + size
+            end = offset + len(suffix) - 1
         return None
 
 
 class RowCosts:
-    """A step takes a fixed time and a time for each of its rows: a line through the steps of late, by least squares, of which older ones count
-    for less and less. Until their rows differ, another row is taken to cost `ROW_SHARE_BEFORE` of a step.
+    """Estimates the cost of rows by a least-squares line through recent steps: a fixed time, and a time per row.
+
+    Older steps weigh less and less. Until the steps' rows differ, another row is assumed to cost
+    `ROW_SHARE_BEFORE` of a step.
     """
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
 
     def add(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Add a step of `rows` rows that took `seconds`."""
         if rows < 1 or seconds <= 0.0:
             return
         if self._weight > 1.0:
             seconds = min(seconds, LONGEST_STEP * self._seconds / self._weight)
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        old = (self._weight, self._rows, self._seconds, self._squares, self._products)
+        step_sums = (1.0, rows, seconds, rows * rows, rows * seconds)
+        sums = (self._weight, self._rows, self._seconds, self._squares, self._products)
         self._weight, self._rows, self._seconds, self._squares, self._products = (
-            KEPT_OF_COSTS * before + now for before, now in zip(old, new, strict=True)
+            KEPT_OF_COSTS * sum_before + step_value
+            for sum_before, step_value in zip(sums, step_sums, strict=True)
         )
 
     def share(self, rows: int) -> float:
-        """Of the time of a step with so many rows, that they take together: 1 where there is no fixed time."""
+        """Return the share of a step's time that its `rows` rows take together; 1 if there is no fixed time."""
         if not self._weight:
             return min(1.0, rows * ROW_SHARE_BEFORE)
         average, seconds = self._rows / self._weight, self._seconds / self._weight
         spread = self._squares / self._weight - average**2
         slope = self._products / self._weight - average * seconds
-        each = (slope + SPREAD_BEFORE * ROW_SHARE_BEFORE * seconds) / (spread + SPREAD_BEFORE)
-        each = min(max(each, 0.0), seconds / average)
-        return min(1.0, each * rows / (seconds + each * (rows - average))) if each else 0.0
+        row_seconds = (slope + SPREAD_BEFORE * ROW_SHARE_BEFORE * seconds) / (spread + SPREAD_BEFORE)
+        row_seconds = min(max(row_seconds, 0.0), seconds / average)
+        return (
+            min(1.0, row_seconds * rows / (seconds + row_seconds * (rows - average))) if row_seconds else 0.0
+        )
 
 
 class Drafts:
-    """Which tokens sequences are drafted. One is computed where that makes tokens come faster: its chance is larger than the part of a step's time that
-    a row takes for each that the step decodes.
+    """Chooses the tokens to draft. A token is drafted if that makes tokens come faster.
+
+    This holds if its chance exceeds the share of a step's time that the rows of all decoding sequences take together.
     """
 
     def __init__(self, most: int, vocab_size: int, excluded: Collection[int] = ()) -> None:
-        """`most`: tokens of a draft. `excluded`: those that are never sampled, such as placeholders, of which embeddings may not exist."""
+        """`most`: longest draft, in tokens. `excluded`: tokens that are never sampled, such as placeholders,
+        which may lack embeddings."""
         self.most = most
         self._vocab_size = vocab_size
         self._excluded = frozenset(excluded)
@@ -128,7 +140,7 @@ class Drafts:
         self._costs = RowCosts()
 
     def draft(self, lookup: PromptLookup, token_ids: Items[int], most: int, decodes: int) -> list[int]:
-        """Up to `most` tokens that may come after those of a sequence, in a step that decodes so many sequences."""
+        """Return up to `most` tokens that may follow those of a sequence, in a step that decodes `decodes` sequences."""
         share, chance, worthwhile = self._costs.share(decodes), 1.0, 0
         while worthwhile < min(most, self.most) and (chance := chance * lookup.chance) > share:
             worthwhile += 1
@@ -140,12 +152,12 @@ class Drafts:
         return token < self._vocab_size and token not in self._excluded
 
     def learn(self, lookup: PromptLookup, drafted: int, accepted: int) -> None:
-        """Count how a draft ended, which had `drafted` tokens, maybe none."""
+        """Count how a draft of `drafted` tokens ended; it may have had none."""
         self.drafted += drafted
         self.accepted += accepted
         lookup.learn(drafted, accepted)
 
     def finish_step(self, output: StepOutput) -> None:
-        """Learn how long a step took, if its time is its own and nothing else was in it."""
+        """Learn how long a step took, if it only decoded and its duration covers no other work."""
         if output.timed and not output.prefill_tokens:
             self._costs.add(output.decode_sequences + output.draft_tokens, output.duration_seconds)

@@ -1,4 +1,5 @@
-"""Logits of sequences that are guided away from what their companions would answer. As transformers' `generate` has it with `guidance_scale`."""
+"""Steers logits of sequences away from their companions' answers, as transformers' `generate` does with
+`guidance_scale`."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import torch
 
 
 def guide(logits: torch.Tensor, rows: Items[int], companions: torch.Tensor, scales: Items[float]) -> None:
-    """Change float32 logits [n, vocab] in place: each of these rows by its companion's logits, a row of [rows, vocab], and its scale. What they
-    become are no log probabilities: their sum is another one.
+    """Change `rows` of float32 logits [n, vocab] in place, by their companions' logits [rows, vocab] and scales.
+
+    The results are not log probabilities: they do not sum to 1.
     """
     places = torch.tensor(rows, device=logits.device)
     scale = torch.tensor(scales, dtype=logits.dtype, device=logits.device)[:, None]

@@ -1,7 +1,9 @@
-"""What a request's rules make of its logits. They depend on the tokens so far alone, so every pod that continues a sequence computes the same.
+"""Applies a request's rules to its logits. They depend only on the tokens so far, so every pod that continues
+a sequence agrees.
 
-The rules of all sequences of a step are applied together: indices are collected on the host, and the device reads and writes those logits.
-Only the tokens of a prompt, which may be as many as the vocabulary has, stay on the device from step to step.
+The rules of all sequences of a step are applied together: indices are collected on the host, and the device
+reads and writes those logits. Only a prompt's tokens, which may be as many as the vocabulary, stay on the
+device from step to step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Places = tuple[torch.Tensor, torch.Tensor]
 
 
 class PromptTokens:
-    """The different tokens of a prompt, which stay on the device of the logits until `leave_device`, and their penalty."""
+    """Distinct tokens of a prompt and their penalty. They stay on the logits' device until `leave_device`."""
 
     def __init__(self, prompt: Iterable[int], repetition_penalty: float) -> None:
         self._ids = np.unique(_ids(prompt))
@@ -34,19 +36,20 @@ class PromptTokens:
     def penalize(self, row: torch.Tensor) -> None:
         """Change float32 logits [vocab] in place."""
         if self._on_device is None:
-            inside = self._ids[(self._ids >= 0) & (self._ids < len(row))]
-            ids = torch.from_numpy(inside).to(row.device, copy=True)  # counted where memory is measured
+            valid_ids = self._ids[(self._ids >= 0) & (self._ids < len(row))]
+            # A copy, so that the memory profile counts it.
+            ids = torch.from_numpy(valid_ids).to(row.device, copy=True)
             self._on_device = ids, torch.tensor([self._repetition_penalty], device=row.device)
         ids, penalty = self._on_device
         row.index_copy_(0, ids, _repeated(row[ids], penalty))
 
     def leave_device(self) -> None:
-        """Free what is on the device, until the next step."""
+        """Free the tensors on the device, until the next step."""
         self._on_device = None
 
 
 class TokenCounts:
-    """The different tokens of an output, and how often each is in it."""
+    """Distinct tokens of an output, and the count of each."""
 
     def __init__(self) -> None:
         self._slots = dict[int, int]()
@@ -64,22 +67,22 @@ class TokenCounts:
 
     @property
     def ids(self) -> Ids:
-        """The tokens [n]."""
+        """Distinct tokens [n]."""
         return self._ids[: len(self._slots)]
 
     @property
     def counts(self) -> Ids:
-        """How often each is in the output [n]."""
+        """Count of each token in the output [n]."""
         return self._counts[: len(self._slots)]
 
 
 class RuleState:
-    """The rules of one sequence, and what they must know of its tokens."""
+    """Rules of one sequence, and the state of its tokens that they need."""
 
     def __init__(
         self, rules: LogitRules, min_tokens: int, ends: Iterable[int], prompt: Iterable[int]
     ) -> None:
-        """`ends`: tokens that end the answer, which are excluded from the first `min_tokens` output tokens."""
+        """`ends`: tokens that end the answer; they are excluded from the first `min_tokens` output tokens."""
         self.rules = rules
         self.num_outputs = 0
         self.allowed = _ids(rules.allowed_token_ids)
@@ -87,7 +90,7 @@ class RuleState:
         self.bias = np.array([bias for _, bias in rules.logit_bias], dtype=np.float32)
         self._min_tokens, self._ends = min_tokens, _ids(ends)
         self._words = _ids(word[0] for word in rules.bad_words if len(word) == 1)
-        self._phrases: dict[int, list[list[int]]] = {}  # by the last token before the excluded one
+        self._phrases: dict[int, list[list[int]]] = {}  # key: the token before the excluded one
         for word in rules.bad_words:
             if len(word) > 1:
                 self._phrases.setdefault(word[-2], []).append(word)
@@ -98,7 +101,7 @@ class RuleState:
         self.counts = TokenCounts() if counts else None
 
     def follow(self, outputs: Items[int], first: int = 0) -> None:
-        """Note the output tokens that are new since the last call. `outputs` begins with output token `first`."""
+        """Record the output tokens that are new since the last call. `outputs` begins with output token `first`."""
         for token in outputs[self.num_outputs - first :]:
             self.num_outputs += 1
             self._newest.append(token)
@@ -106,12 +109,12 @@ class RuleState:
                 self.counts.add(token)
 
     def leave_device(self) -> None:
-        """Free what is on the device, until the next step."""
+        """Free the tensors on the device, until the next step."""
         if self.prompt is not None:
             self.prompt.leave_device()
 
     def excluded(self) -> Ids:
-        """Tokens that must not come next."""
+        """Return the tokens that must not come next."""
         excluded = [self._words]
         if self.num_outputs < self._min_tokens:
             excluded.append(self._ends)
@@ -122,19 +125,19 @@ class RuleState:
 
 
 def rule_state(sampling: SamplingParams, ends: Iterable[int], prompt: Iterable[int]) -> RuleState | None:
-    """The rules of a sequence that has no output yet; None where it has none. `ends`: tokens that end it."""
+    """Return the rule state of a sequence without output; None if it has no rules. `ends`: tokens that end the answer."""
     if sampling.rules is None and not sampling.min_tokens:
         return None
     return RuleState(sampling.rules or LogitRules(), sampling.min_tokens, ends, prompt)
 
 
 def apply_rules(logits: torch.Tensor, ruled: Items[tuple[int, RuleState]]) -> None:
-    """Change float32 logits [n, vocab] in place, in these rows. In vLLM's order, so that equal parameters have equal effects."""
+    """Apply rules to rows of float32 logits [n, vocab] in place, in vLLM's order: equal parameters have equal effects."""
     if allowed := [(row, state.allowed) for row, state in ruled if len(state.allowed)]:
         places, _ = _places(logits, allowed)
-        kept = logits[places]
+        allowed_logits = logits[places]
         logits.index_fill_(0, torch.tensor([row for row, _ in allowed], device=logits.device), -torch.inf)
-        logits[places] = kept
+        logits[places] = allowed_logits
     if excluded := [(row, ids) for row, state in ruled if len(ids := state.excluded())]:
         places, _ = _places(logits, excluded)
         logits[places] = -torch.inf
@@ -144,9 +147,8 @@ def apply_rules(logits: torch.Tensor, ruled: Items[tuple[int, RuleState]]) -> No
         )
         logits[places] = logits[places] + bias
     counted = [(row, s.rules, s.counts) for row, s in ruled if s.counts and len(s.counts.ids)]
-    penalized = (
-        _penalized(logits, counted) if counted else None
-    )  # before a token of the prompt, too, is changed
+    # Read before the prompt's penalty changes the logits of tokens that are in both.
+    penalized = _penalized(logits, counted) if counted else None
     for row, state in ruled:
         if state.prompt is not None:
             state.prompt.penalize(logits[row])
@@ -158,35 +160,37 @@ def apply_rules(logits: torch.Tensor, ruled: Items[tuple[int, RuleState]]) -> No
 def _penalized(
     logits: torch.Tensor, counted: Items[tuple[int, LogitRules, TokenCounts]]
 ) -> tuple[Places, torch.Tensor]:
-    """Where logits of output tokens are, and what they become."""
-    factors, less = list[Floats](), list[Floats]()
+    """Return the places of output tokens' logits, and their new values."""
+    factors, penalties = list[Floats](), list[Floats]()
     for _, rules, tokens in counted:
         counts = tokens.counts
         factors.append(np.full(len(counts), rules.repetition_penalty, dtype=np.float32))
         penalty = rules.frequency_penalty * counts + rules.presence_penalty * (counts > 0)
-        less.append(penalty.astype(np.float32))
-    places, (factor, minus) = _places(
-        logits, [(row, tokens.ids) for row, _, tokens in counted], factors, less
+        penalties.append(penalty.astype(np.float32))
+    places, (factor, penalty_sums) = _places(
+        logits, [(row, tokens.ids) for row, _, tokens in counted], factors, penalties
     )
-    return places, _repeated(logits[places], factor) - minus
+    return places, _repeated(logits[places], factor) - penalty_sums
 
 
 def _repeated(values: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-    """Logits of tokens that would repeat."""
+    """Return the penalized logits of tokens that would repeat."""
     return torch.where(values > 0, values / penalty, values * penalty)
 
 
 def _places(
     logits: torch.Tensor, parts: Items[tuple[int, Ids]], *values: Items[Floats]
 ) -> tuple[Places, list[torch.Tensor]]:
-    """Rows and tokens of logits as indices on their device, with the values that belong to them. Tokens beyond the vocabulary are left out: on
-    CUDA such an index takes the device from every request."""
+    """Return rows and tokens of logits as indices on their device, with the values that belong to them.
+
+    Tokens beyond the vocabulary are left out: on CUDA such an index makes the device unusable for every request.
+    """
     ids = np.concatenate([ids for _, ids in parts])
     rows = np.repeat([row for row, _ in parts], [len(ids) for _, ids in parts])
-    inside = (ids >= 0) & (ids < logits.shape[-1])
+    in_vocabulary = (ids >= 0) & (ids < logits.shape[-1])
 
     def moved(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array[inside]).to(logits.device, non_blocking=True)
+        return torch.from_numpy(array[in_vocabulary]).to(logits.device, non_blocking=True)
 
     return (moved(rows), moved(ids)), [moved(np.concatenate(value)) for value in values]
 

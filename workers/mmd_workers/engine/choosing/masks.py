@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a batch allow next, applied to its logits."""
+"""Masks of the tokens that a batch's grammars allow next, and their application to logits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from llguidance import LLExecutor
 from mmd_workers.engine.cpu.library import kernels
 from mmd_workers.model.grammar import Constraint, mask_bytes
 
-FEWEST_IN_PARALLEL = 32  # a mask takes 20 to 100 µs, and threads that wait for a core hold up the step
+FEWEST_IN_PARALLEL = 32  # a mask takes 20 to 100 µs, and threads that wait for a core delay the step
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Of some rows of a batch. `bits` [rows, bytes] on the CPU: bit i of a row, from the lowest of its first byte, allows token i."""
+    """Masks of some rows of a batch. `bits` [rows, bytes] on the CPU: bit i, from the lowest of a row's first
+    byte, allows token i."""
 
     rows: list[int]
     bits: torch.Tensor
 
     @classmethod
     def of(cls, constraints: dict[int, Constraint], device: torch.device) -> Masks:
-        """Compute those of the rows with a constraint, for logits on a device. To be called while it computes them: on an accelerator the
-        model runs meanwhile, and on CPUs, where it has all cores, a thread beside it would cost more than the masks. A constraint that
+        """Compute the masks of rows with a constraint, for logits on a device. `constraints`: by row.
+
+        Call this while the device computes the logits. On an accelerator the model runs meanwhile. On a CPU
+        the model has all cores, and a thread beside it would cost more than the masks. A constraint that
         fails reports it when it advances.
         """
         matchers = [constraint.matcher for constraint in constraints.values()]
@@ -40,11 +43,11 @@ class Masks:
 
     @classmethod
     def of_all(cls, rows: int, vocab: int) -> Masks:
-        """Masks that allow everything, in every row: what takes most memory."""
+        """Return masks for every row that allow every token: the case that takes the most memory."""
         return cls([*range(rows)], torch.full((rows, mask_bytes(vocab)), 255, dtype=torch.uint8))
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Overwrite the logits [batch, vocab] of what is not allowed."""
+        """Overwrite the logits [batch, vocab] of tokens that are not allowed."""
         device, vocab = logits.device, logits.shape[-1]
         if logits.is_contiguous() and (library := kernels(device, logits.dtype)) is not None:
             library.mask(logits, self.rows, self.bits)

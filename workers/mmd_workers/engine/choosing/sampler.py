@@ -1,4 +1,5 @@
-"""From logits to tokens. The draw of output token i of a sequence depends on (seed, i) and its logits alone, wherever it runs."""
+"""Samples tokens from logits. The draw of output token i depends only on (seed, i) and its logits, on
+whichever pod it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mmd_workers.engine.interface import Logprob, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row to sample: its parameters, the index of the output token, what must never be sampled, and the rules as of this token."""
+    """One row to sample: parameters, index of the output token, suppressed tokens, and the rules as of this token."""
 
     sampling: SamplingParams
     index: int
@@ -26,8 +27,11 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token; `logprob` and `top_logprobs` are of the model's own distribution (suppressed ids excluded), natural log: before grammars, rules
-    and temperature, as vLLM has them, and after guidance."""
+    """A sampled token.
+
+    `logprob` and `top_logprobs` are natural logarithms of the model's own distribution, without suppressed
+    ids: before grammars, rules and temperature, as in vLLM, and after guidance.
+    """
 
     token_id: int
     logprob: float | None = None
@@ -35,19 +39,21 @@ class Sampled:
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) from a counter-based generator: blake2b of (seed, index), 53 bits."""
+    """Return a number in [0, 1) from a counter-based generator: blake2b of (seed, index), 53 bits."""
     message = seed.to_bytes(16, "little", signed=True) + index.to_bytes(8, "little")
     return (int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 def sample(logits: torch.Tensor, draws: Items[Draw], masks: Masks | None = None) -> list[Sampled | None]:
-    """Sample float32 logits [n, vocab], one row for each draw; they are overwritten. None for a row whose largest logit is not finite
-    (broken weights), or of which `masks` allow nothing.
+    """Sample float32 logits [n, vocab], one row per draw; the logits are overwritten.
 
-    Rules, then temperature, then min-p (tokens at least `min_p` times as likely as the likeliest) and top-k, then top-p (nucleus: the
-    smallest set of most likely tokens whose mass reaches p), then the inverse of the cumulative distribution at
-    `uniform(seed, index)`: tokens in order of falling probability where one of the three cuts, else in order of their ids, which
-    needs no sorting. What is returned comes from the device in one copy.
+    None stands for a row whose largest logit is not finite (broken weights), or for which `masks` allow nothing.
+
+    The order is: rules, temperature, min-p (tokens at least `min_p` times as likely as the likeliest) and
+    top-k, then top-p (nucleus: the smallest set of most likely tokens whose mass reaches p). Then the
+    cumulative distribution is inverted at `uniform(seed, index)`. If one of the three cuts, tokens are in
+    order of falling probability; otherwise in order of their ids, which needs no sorting. The results come
+    from the device in one copy.
     """
     tokens, logprobs = compute(logits, draws, masks)
     if logprobs is None:
@@ -59,39 +65,46 @@ def sample(logits: torch.Tensor, draws: Items[Draw], masks: Masks | None = None)
 def compute(
     logits: torch.Tensor, draws: Items[Draw], masks: Masks | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `sample` does on the device: tokens [n], -1 for none; and for each row that wants log probabilities its token, that token's, the
-    most likely ones' and their ids (float64 [wanted, 2 + 2 * most]; None: no row does).
+    """Do the part of `sample` that runs on the device.
+
+    Returns tokens [n], -1 for none; and log probabilities, float64 [rows with log probabilities, 2 + 2 *
+    most], None if no row requests them. Each of these rows has the token, its log probability, the most
+    likely tokens' log probabilities, and their ids.
     """
     _suppress(logits, draws)
-    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    logprob_rows = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
     changed = masks is not None or any(draw.rules is not None for draw in draws)
-    own = logits[wanted] if wanted and changed else None
+    unchanged_logits = logits[logprob_rows] if logprob_rows and changed else None
     if masks is not None:
         masks.apply(logits)
     tokens = pick(logits, draws)
-    if not wanted:
+    if not logprob_rows:
         return tokens, None
-    return tokens, _logprobs(logits[wanted] if own is None else own, tokens, draws, wanted)
+    return tokens, _logprobs(
+        logits[logprob_rows] if unchanged_logits is None else unchanged_logits, tokens, draws, logprob_rows
+    )
 
 
 def pick(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
-    """Token ids [n] on the device of the float32 logits [n, vocab], which the rules change in place; -1 for a row whose largest logit is
-    not finite."""
+    """Choose token ids [n] from float32 logits [n, vocab], on their device; -1 for a row whose largest logit is not finite.
+
+    The rules change the logits in place.
+    """
     if ruled := [(row, draw.rules) for row, draw in enumerate(draws) if draw.rules is not None]:
         apply_rules(logits, ruled)
     best, tokens = logits.max(dim=-1)
     finite = torch.isfinite(best)
-    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    if drawn:
-        # Broken rows are drawn from as zeros and discarded below: from NaN the draw would compute an index outside the row,
-        # which on CUDA is an assertion that takes the device from every request.
-        every = len(drawn) == len(draws)
+    random_rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    if random_rows:
+        # Broken rows are drawn from as zeros and discarded below. From NaN the draw would compute an index outside the row;
+        # on CUDA that is an assertion, which makes the device unusable for every request.
+        every = len(random_rows) == len(draws)
         rows = (
             logits.masked_fill(~finite[:, None], 0.0)
             if every
-            else logits[drawn].masked_fill_(~finite[drawn][:, None], 0.0)
+            else logits[random_rows].masked_fill_(~finite[random_rows][:, None], 0.0)
         )
-        tokens[drawn] = choose(rows, [draws[row] for row in drawn])
+        tokens[random_rows] = choose(rows, [draws[row] for row in random_rows])
         del rows
     return torch.where(finite, tokens, -1)
 
@@ -112,14 +125,15 @@ def _suppress(logits: torch.Tensor, draws: Items[Draw]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _token_ids(tokens: tuple[int, ...], vocab: int, device: torch.device) -> torch.Tensor:
-    """Those of `tokens` that are in the vocabulary, on the device: requests of a model suppress the same ones at every step."""
+    """Return the `tokens` that are in the vocabulary, on the device. Cached: a model's requests suppress the
+    same tokens."""
     return torch.tensor(
         sorted({token for token in tokens if token < vocab}), dtype=torch.int64, device=device
     )
 
 
 def choose(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
-    """Draw from finite logits [n, vocab], one row for each draw; token ids [n] on the device of the logits."""
+    """Draw from finite logits [n, vocab], one row per draw. Returns token ids [n] on the logits' device."""
     device = logits.device
 
     def column(values: list[float]) -> torch.Tensor:
@@ -127,20 +141,22 @@ def choose(logits: torch.Tensor, draws: Items[Draw]) -> torch.Tensor:
 
     temperature = column([draw.sampling.temperature for draw in draws])
     points = column([uniform(draw.sampling.seed, draw.index) for draw in draws])
-    cut = [row for row, draw in enumerate(draws) if _cuts(draw.sampling)]
-    if not cut:
+    cut_rows = [row for row, draw in enumerate(draws) if _cuts(draw.sampling)]
+    if not cut_rows:
         return _invert(_probabilities(logits, temperature), points)
-    top_k = column([draws[row].sampling.top_k or logits.shape[-1] for row in cut])
-    top_p = column([draws[row].sampling.top_p for row in cut])
-    least = [draws[row].sampling.min_p for row in cut]
-    min_p = column(least) if any(least) else None
-    if len(cut) == len(draws):
+    top_k = column([draws[row].sampling.top_k or logits.shape[-1] for row in cut_rows])
+    top_p = column([draws[row].sampling.top_p for row in cut_rows])
+    min_ps = [draws[row].sampling.min_p for row in cut_rows]
+    min_p = column(min_ps) if any(min_ps) else None
+    if len(cut_rows) == len(draws):
         return _choose_cut(logits, temperature, points, top_k, top_p, min_p)
-    inside = set(cut)
-    rows = torch.tensor(cut, device=device)
-    whole = torch.tensor([row for row in range(len(draws)) if row not in inside], device=device)
+    cut_set = set(cut_rows)
+    rows = torch.tensor(cut_rows, device=device)
+    uncut_rows = torch.tensor([row for row in range(len(draws)) if row not in cut_set], device=device)
     tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
-    tokens[whole] = _invert(_probabilities(logits[whole], temperature[whole]), points[whole])
+    tokens[uncut_rows] = _invert(
+        _probabilities(logits[uncut_rows], temperature[uncut_rows]), points[uncut_rows]
+    )
     tokens[rows] = _choose_cut(logits[rows], temperature[rows], points[rows], top_k, top_p, min_p)
     return tokens
 
@@ -163,22 +179,25 @@ def _choose_cut(
     if min_p is not None:
         probabilities.masked_fill_(probabilities < min_p * probabilities[:, :1], 0.0)
     cumulative = probabilities.cumsum(dim=-1)
-    if min_p is not None:  # what is left is the whole; the other rows' mass stays 1, not their rounded sum
+    if (
+        min_p is not None
+    ):  # top-p is relative to the remaining mass; in rows without min-p that is 1, not the rounded sum
         top_p = torch.where(min_p > 0, top_p * cumulative[:, -1:], top_p)
-    outside = cumulative - probabilities >= top_p
-    outside[:, 0] = False
-    rank = _invert(probabilities.masked_fill(outside, 0.0), points)
+    outside_nucleus = cumulative - probabilities >= top_p
+    outside_nucleus[:, 0] = False
+    rank = _invert(probabilities.masked_fill(outside_nucleus, 0.0), points)
     return order.gather(-1, rank[:, None])[:, 0]
 
 
 def _probabilities(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """Return the probabilities in float64."""
     scaled = logits.double()
     return torch.softmax((scaled - scaled.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
 
 
 def _invert(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The index at which the cumulative distribution of each row passes its point in [0, 1); never one of probability 0."""
+    """Return the index at which each row's cumulative distribution passes its point in [0, 1); its
+    probability is never 0."""
     cumulative = probabilities.cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     target = torch.minimum(points * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -186,7 +205,8 @@ def _invert(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Items[int], count: int) -> list[Logprob]:
-    """Natural-log probabilities of given tokens by float32 logits [n, vocab], one row for each, and of the `count` likeliest ones."""
+    """Return natural-log probabilities from float32 logits [n, vocab]: of one given token per row, and of the
+    `count` likeliest."""
     chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
     table = torch.log_softmax(logits, dim=-1)
     values, ids = table.topk(min(count, table.shape[-1]), dim=-1)
@@ -197,24 +217,30 @@ def logprobs_of(logits: torch.Tensor, tokens: Items[int], count: int) -> list[Lo
 
 
 def _logprobs(
-    rows: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw], wanted: list[int]
+    rows: torch.Tensor, tokens: torch.Tensor, draws: Items[Draw], logprob_rows: list[int]
 ) -> torch.Tensor:
-    """Of the `wanted` rows, whose logits are `rows`; in float64, in which ids and log probabilities are exact."""
+    """Return log probabilities of the rows `logprob_rows`, whose logits are `rows`.
+
+    The result is float64, which holds ids and log probabilities exactly.
+    """
     table = torch.log_softmax(rows, dim=-1)
-    own = table.gather(-1, tokens[wanted].clamp(min=0)[:, None])
-    count = min(max(draws[row].sampling.logprobs or 0 for row in wanted), table.shape[-1])
+    token_logprobs = table.gather(-1, tokens[logprob_rows].clamp(min=0)[:, None])
+    count = min(max(draws[row].sampling.logprobs or 0 for row in logprob_rows), table.shape[-1])
     values, ids = table.topk(count, dim=-1)
-    return torch.cat([tokens[wanted][:, None].double(), own.double(), values.double(), ids.double()], dim=1)
+    return torch.cat(
+        [tokens[logprob_rows][:, None].double(), token_logprobs.double(), values.double(), ids.double()],
+        dim=1,
+    )
 
 
 def _with_logprobs(tokens: torch.Tensor, logprobs: torch.Tensor, draws: Items[Draw]) -> list[Sampled | None]:
-    """Copied from the device at once."""
-    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    """Build the samples from one copy of tokens and log probabilities to the host."""
+    logprob_rows = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
     count = (logprobs.shape[1] - 2) // 2
     flat: list[float] = torch.cat([tokens.double(), logprobs.flatten()]).tolist()
     sampled = [Sampled(int(token)) if token >= 0 else None for token in flat[: len(draws)]]
     width = 2 + 2 * count
-    for number, row in enumerate(wanted):
+    for number, row in enumerate(logprob_rows):
         start = len(draws) + number * width
         token, logprob, *top = flat[start : start + width]
         if token >= 0:

@@ -1,4 +1,4 @@
-"""Faster float32 on CPUs: small-batch kernels built with the system's compiler, and what in a decoder uses them.
+"""Faster float32 on CPUs: small-batch kernels built with the system's compiler, and the decoder modules that use them.
 
-Optional in every part: without a compiler, or for layers the kernels do not cover, PyTorch's own operators serve.
+Every part is optional. Without a compiler, or for layers that the kernels do not cover, PyTorch's own operators are used.
 """

@@ -1,6 +1,6 @@
-// Attention over a block-paged KV pool: pools are [blocks, block_tokens, kv_heads, dim], dim a multiple of 16, or have rows
-// of packed.h in the place of dim. Each query row sees the positions [first, last) of its sequence's context; nothing outside
-// them is read for a row alone, nothing after the last for a chunk.
+// Attention over a block-paged KV pool. Pools are [blocks, block_tokens, kv_heads, dim] with dim a multiple of 16, or have rows of
+// packed.h in place of dim. Each query row sees the positions [first, last) of its sequence's context. For a single row nothing
+// outside them is read; for a chunk nothing after the last.
 #pragma once
 
 #include <vector>
@@ -11,34 +11,34 @@
 struct Pool {
   uint8_t *keys, *values;
   int64_t block_tokens, kv_heads, dim, format;
-  int64_t row() const { return format == EXACT ? dim * 4 : dim + UNIT_BYTES; }  // bytes of a head
+  int64_t row() const { return format == EXACT ? dim * 4 : dim + UNIT_BYTES; }  // bytes per head
 };
 
-struct Rows {  // of one head: successive tokens are `stride` apart
+struct Rows {  // keys or values of one head; successive tokens are `stride` apart
   const float* at;
   int64_t stride;
 };
 
-// The batch: rows of sequence s are [starts[s], starts[s + 1]), its blocks table[s * columns ...]; visible is [rows][first, last).
+// One batch: sequence s has rows [starts[s], starts[s + 1]) and blocks table[s * columns ...]; visible is [rows][first, last).
 struct Step {
   int64_t rows, sequences, columns;
   const int32_t *starts, *table;
-  const int64_t* slots;  // where each row's key and value stand
+  const int64_t* slots;  // where each row's key and value are stored
 };
 
-struct Span {  // rows [first, first + rows) of one sequence, and the groups [head, head + heads) of them
+struct Span {  // rows [first, first + rows) of one sequence, and their groups [head, head + heads)
   int64_t sequence, first, rows, head, heads;
 };
 
-constexpr int64_t QUERIES = 48;  // rows * heads of a group that are worked on at once
-constexpr int64_t TILE = 64;     // positions of a context at once
-constexpr int64_t LINE = 16;     // floats of a line of the cache
+constexpr int64_t QUERIES = 48;  // rows * heads of a group, processed at once
+constexpr int64_t TILE = 64;     // positions of a context, processed at once
+constexpr int64_t LINE = 16;     // floats per cache line
 
-static float* aligned(float* p) {  // to a line of the cache, at most LINE floats further
+static float* aligned(float* p) {  // rounds up to a cache line, less than LINE floats further
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
 }
 
-// Keys or values of a head from a slot on: where they are, or unpacked to `room` [TILE, dim].
+// Returns the keys or values of a head from a slot on: in place, or unpacked to `room` [TILE, dim].
 static Rows rows_of(const Pool& pool, const uint8_t* base, int64_t slot, int64_t head, int64_t tokens, float* room) {
   const uint8_t* at = base + (slot * pool.kv_heads + head) * pool.row();
   if (pool.format == EXACT) return {reinterpret_cast<const float*>(at), pool.kv_heads * pool.dim};
@@ -56,8 +56,8 @@ static void put(const Pool& pool, uint8_t* base, int64_t slot, const float* x) {
   for (int64_t h = 0; h < pool.kv_heads; h++) pack(pool.format, x + h * pool.dim, pool.dim, at + h * pool.row());
 }
 
-// What one thread does at a time. A row alone is done for all heads at once, as they stand side by side in the pool, unless there are too
-// few rows for the threads; chunks by head, whose keys and values then stay in the cache.
+// Divides the batch into units of work for threads. A single row is processed for all heads at once, as they are adjacent in the
+// pool, unless there are too few rows for the threads. Chunks are processed by head; its keys and values then stay in the cache.
 static std::vector<Span> spans(const Step& step, int64_t heads, int64_t kv_heads, int threads) {
   std::vector<Span> made;
   int64_t most = std::max<int64_t>(1, QUERIES * kv_heads / heads);
@@ -71,7 +71,7 @@ static std::vector<Span> spans(const Step& step, int64_t heads, int64_t kv_heads
   return made;
 }
 
-// Calls f(position, tokens, slot) for runs of positions that are neighbours in a block, no longer than a tile.
+// Calls f(position, tokens, slot) for runs of positions that are adjacent in a block, no longer than a tile.
 template <class F>
 ALWAYS_INLINE void each_run(const int32_t* blocks, int64_t size, int64_t first, int64_t last, F f) {
   for (int64_t position = first; position < last;) {
@@ -85,7 +85,7 @@ static inline Vec capped(Vec scores, float softcap) {
   return softcap > 0 ? tanh_of(scores * (1.0f / softcap)) * softcap : scores;
 }
 
-// Scores of one group's queries [groups, dim] with `tokens` keys that are `stride` apart: score of query g and key j at to[g * width + j].
+// Scores one group's queries [groups, dim] with `tokens` keys that are `stride` apart. Query g and key j: to[g * width + j].
 static void score(const float* query, int64_t groups, int64_t dim, const float* key, int64_t stride, int64_t tokens,
                   float scale, float* to, int64_t width) {
   int64_t j = 0;
@@ -107,7 +107,7 @@ static void score(const float* query, int64_t groups, int64_t dim, const float* 
     }
 }
 
-// Scores [width], the first `count` of them valid, to probabilities, zeros after them.
+// Turns scores [width], of which the first `count` are valid, into probabilities, followed by zeros.
 static void softmax(float* s, int64_t count, int64_t width, float softcap) {
   for (int64_t j = 0; softcap > 0 && j < width; j += LANES) store(s + j, capped(load(s + j), softcap));
   for (int64_t j = count; j < width; j++) s[j] = -INFINITY;
@@ -149,7 +149,7 @@ static void weigh(const float* p, int64_t width, int64_t groups, int64_t dim, co
   }
 }
 
-// One row, `heads` groups from `head` on: query, out [heads * groups, dim].
+// Attends one row, for `heads` groups from `head` on: query, out [heads * groups, dim].
 static void attend_row(const float* query, const Pool& pool, const int32_t* blocks, int64_t head, int64_t heads,
                        int64_t groups, int64_t first, int64_t last, float scale, float softcap, float* out) {
   static thread_local std::vector<float> scores, unpacked;
@@ -176,7 +176,7 @@ static void attend_row(const float* query, const Pool& pool, const int32_t* bloc
   });
 }
 
-// out [rows, W * LANES] (+)= x * panel, for any number of rows; steps as in `micro`.
+// out [rows, W * LANES] (+)= x * panel, for any number of rows. Steps are as in `micro`.
 template <int W, int R = ROWS>
 static void any_rows(int64_t rows, const float* x, int64_t row_step, int64_t depth_step, const float* panel,
                      int64_t panel_step, int64_t depth, float* out, int64_t ldo, bool add) {
@@ -187,15 +187,15 @@ static void any_rows(int64_t rows, const float* x, int64_t row_step, int64_t dep
 }
 
 template <class F>
-ALWAYS_INLINE void each_panel(int64_t columns, F f) {  // f(column, vectors): panels of two vectors, then one of one
+ALWAYS_INLINE void each_panel(int64_t columns, F f) {  // f(column, vectors): panels of two vectors, then at most one of a single vector
   int64_t c = 0;
   for (; c + PANEL <= columns; c += PANEL) f(c, std::integral_constant<int, 2>());
   for (; c < columns; c += LANES) f(c, std::integral_constant<int, 1>());
 }
 
-// The heads of one group in several rows of one sequence, tile by tile of its context, with a running softmax; no context is copied. Scores
-// stand transposed, [positions][queries], so that keys and values are read from the pool as they are and the softmax runs along lanes.
-// Row r has its queries at query + r * ldq and its results at out + r * ldo.
+// Attends one group's heads in several rows of one sequence, tile by tile of its context, with a running softmax. No context is
+// copied. Scores are stored transposed, [positions][queries], so that keys and values are read from the pool in place and the
+// softmax runs along lanes. Row r has its queries at query + r * ldq and its results at out + r * ldo.
 static void attend_span(const float* query, int64_t ldq, int64_t rows, const int32_t* visible, const Pool& pool,
                         const int32_t* blocks, int64_t head, int64_t groups, float scale, float softcap, float* out,
                         int64_t ldo) {
@@ -279,7 +279,7 @@ static void attend_span(const float* query, int64_t ldq, int64_t rows, const int
     }
 }
 
-// All rows of a batch; called by every thread of a parallel region. Rows of q are ldq apart, those of out heads * dim.
+// Attends all rows of a batch. Every thread of a parallel region calls it. Rows of q are ldq apart, rows of out heads * dim.
 static void attend(const Step& step, const std::vector<Span>& work, const Pool& pool, const int32_t* visible,
                    const float* q, int64_t ldq, int64_t heads, float scale, float softcap, float* out) {
   int64_t groups = heads / pool.kv_heads, width = groups * pool.dim, ldo = heads * pool.dim;

@@ -1,5 +1,6 @@
-// The float32 kernels that a server of small batches lives on, as a plain C interface without PyTorch's headers: it builds in seconds and
-// does not depend on an ABI. linear.h: a GEMM over packed weights. attention.h: attention over block-paged KV. layer.h: a decoder layer.
+// The float32 kernels that matter for a server of small batches, as a plain C interface. Without PyTorch's headers it builds in
+// seconds and depends on no ABI. linear.h: a GEMM over packed weights. attention.h: attention over block-paged KV. layer.h: a
+// decoder layer.
 
 #include "layer.h"
 
@@ -33,18 +34,19 @@ void mmd_attend(const Step* step, const Pool* pool, const int32_t* visible, cons
   attend(*step, work, *pool, visible, q, heads * pool->dim, heads, scale, softcap, out);
 }
 
-// Floats of the memory that `mmd_layers` shares between its threads.
+// Number of floats in the memory that the threads of `mmd_layers` share.
 int64_t mmd_layers_floats(const Layer* layer, int64_t rows, int threads) { return shared_floats(*layer, rows, threads); }
 
-// Decoder layers of one geometry, one after another: layers, pools and visible [count], each visible [rows][first, last); x, out
-// [rows, hidden]; cos, sin [rows, dim]. Writes the rows' keys and values to the pools.
+// Runs consecutive decoder layers of one geometry, and writes the rows' keys and values to the pools. layers, pools and visible
+// [count], each visible [rows][first, last); x, out [rows, hidden]; cos, sin [rows, dim].
 void mmd_layers(const Layer* layers, const Pool* pools, const int32_t* const* visible, int64_t count, const Step* step,
                 const float* cos, const float* sin, const float* x, float* out, float* shared, int threads) {
   run_layers(layers, pools, visible, count, *step, cos, sin, x, out, shared, threads);
 }
 
-// Of logits [batch, vocab], the rows [count] become -infinity where their bits [count, words] are 0; bit i of a row, from the lowest of its
-// first word, is of token i. On one thread: it takes microseconds a row, and threads that wait for a busy core would take longer.
+// Sets `rows` [count] of logits [batch, vocab] to -infinity where their bits [count, words] are 0. Bit i of a row, from the lowest
+// of its first word, belongs to token i. Runs on one thread: a row takes microseconds, and threads that wait for a busy core would
+// take longer.
 void mmd_mask(const uint32_t* bits, int64_t words, const int64_t* rows, int64_t count, float* logits, int64_t vocab) {
   constexpr float NEVER = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < count; i++) {

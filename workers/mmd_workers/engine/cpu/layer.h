@@ -1,5 +1,5 @@
-// A decoder layer of the Llama family: norm, attention, residual, norm, gated feed-forward, residual. Gemma's norms after attention and
-// after the feed-forward, and norms of queries and keys, are optional.
+// A decoder layer of the Llama family: norm, attention, residual, norm, gated feed-forward, residual. Optional: Gemma's norms after
+// attention and after the feed-forward, and norms of queries and keys.
 #pragma once
 
 #include "attention.h"
@@ -15,10 +15,10 @@ struct Layer {
   Norm query, key;                                                // scales [dim]
   Linear qkv;      // rows: queries of all heads, keys, values
   Linear out;      // attention's output projection
-  Linear gate_up;  // panels of gate and up in turns: n is twice the inner size, rounded up to panels
+  Linear gate_up;  // alternating panels of gate and up: n is twice the inner size, rounded up to panels
   Linear down;
-  float scale, softcap;  // of scores; softcap 0: none
-  int64_t activation;    // 0: SiLU, 1: GELU by tanh
+  float scale, softcap;  // applied to scores; softcap 0: none
+  int64_t activation;    // 0: SiLU, 1: GELU with tanh
 };
 
 static void rms_norm(const float* x, const Norm& norm, int64_t size, float* out) {
@@ -35,7 +35,7 @@ static void rms_norm(const float* x, const Norm& norm, int64_t size, float* out)
   for (; i < size; i++) out[i] = x[i] * factor * norm.scale[i];
 }
 
-// x [dim] in place; cos and sin [dim]. Halves are rotated against each other.
+// Rotates x [dim] in place by cos and sin [dim]; dimension i is paired with i + dim / 2.
 static void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
   int64_t half = dim / 2, i = 0;
   for (; i + LANES <= half; i += LANES) {
@@ -50,7 +50,7 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
   }
 }
 
-// One row of projections [heads + 2 * kv_heads, dim]: norms, rotation, and its key and value into the pool.
+// Applies norms and rotation to one row of projections [heads + 2 * kv_heads, dim], and writes its key and value to the pool.
 static void place(const Layer& l, const Pool& pool, int64_t slot, float* row, const float* cos, const float* sin) {
   for (int64_t h = 0; h < l.heads + l.kv_heads; h++) {
     const Norm& norm = h < l.heads ? l.query : l.key;
@@ -61,13 +61,13 @@ static void place(const Layer& l, const Pool& pool, int64_t slot, float* row, co
   put(pool, pool.values, slot, row + (l.heads + l.kv_heads) * l.dim);
 }
 
-// to = x + made, with the optional norm of what was made. `to` may be x.
+// to = x + made, with an optional norm of `made`. `to` may be x.
 static void add_to(const float* x, float* made, const Norm& norm, int64_t size, float* to) {
   if (norm.scale != nullptr) rms_norm(made, norm, size, made);
   for (int64_t i = 0; i < size; i++) to[i] = x[i] + made[i];
 }
 
-// x [m, hidden] times gate and up: columns [first * PANEL, last * PANEL) of out [m, inner] = act(gate) * up.
+// Multiplies x [m, hidden] by gate and up: columns [first * PANEL, last * PANEL) of out [m, inner] = act(gate) * up.
 static void gated(const Layer& l, const float* x, int64_t m, int64_t first, int64_t last, float* out) {
   static thread_local std::vector<float> tile;
   tile.resize(std::max<size_t>(tile.size(), m * 2 * PANEL));
@@ -93,23 +93,23 @@ static float* room(std::vector<float>& buffer, int64_t size) {
   return buffer.data();
 }
 
-struct Batch {  // what all layers of a call share
+struct Batch {  // inputs that all layers of a call share
   const Step& step;
   const std::vector<Span>& work;
   const float *cos, *sin;  // [rows, dim]
   int threads;
 };
 
-struct Buffers {  // shared by the threads; the last three only where rows are few
+struct Buffers {  // shared by the threads; the last three are used only for few rows
   float *projected, *attended, *normed, *made, *inner;
 };
 
-// `projected` of a row: rotated, and its key and value to the pool.
+// Rotates a row of `projected`, and writes its key and value to the pool.
 static void place_row(const Layer& l, const Pool& pool, const Batch& b, float* projected, int64_t r) {
   place(l, pool, b.step.slots[r], projected + r * l.qkv.n, b.cos + r * l.dim, b.sin + r * l.dim);
 }
 
-// The functions below are called by every thread of a parallel region. x, out [rows, hidden]; `out` may be x.
+// Every thread of a parallel region calls the functions below. x, out [rows, hidden]; `out` may be x.
 
 static void multiply_shared(const Linear& w, const float* x, int64_t rows, float* out, int threads) {
   int64_t panels = w.panels();
@@ -117,7 +117,7 @@ static void multiply_shared(const Linear& w, const float* x, int64_t rows, float
   for (int t = 0; t < threads; t++) multiply(w, x, rows, panels * t / threads, panels * (t + 1) / threads, out);
 }
 
-// Few rows: threads share each product by its columns.
+// For few rows: the threads divide each product by columns.
 static void layer_by_panels(const Layer& l, const Pool& pool, const int32_t* visible, const Batch& b, const Buffers& at,
                             const float* x, float* out) {
   int64_t rows = b.step.rows, size = l.hidden, panels = (l.inner + PANEL - 1) / PANEL;
@@ -141,7 +141,7 @@ static void layer_by_panels(const Layer& l, const Pool& pool, const int32_t* vis
   for (int64_t r = 0; r < rows; r++) add_to(out + r * size, at.made + r * size, l.after_mlp, size, out + r * size);
 }
 
-// Many rows: a thread takes blocks of them, whose values stay in its cache from product to product.
+// For many rows: a thread takes blocks of rows, whose values stay in its cache from product to product.
 static void layer_by_rows(const Layer& l, const Pool& pool, const int32_t* visible, const Batch& b, const Buffers& at,
                           const float* x, float* out) {
   static thread_local std::vector<float> own[3];
@@ -171,13 +171,13 @@ static void layer_by_rows(const Layer& l, const Pool& pool, const int32_t* visib
   }
 }
 
-// Floats of the buffers that threads share.
+// Number of floats in the buffers that threads share.
 static int64_t shared_floats(const Layer& l, int64_t rows, int threads) {
   int64_t width = l.qkv.n + l.heads * l.dim;
   return rows * (few(rows, threads) ? width + 2 * l.hidden + l.inner : width);
 }
 
-// Layers of one geometry, one after another: layers, pools and visible [count]; shared [shared_floats].
+// Runs consecutive layers of one geometry: layers, pools and visible [count]; shared [shared_floats].
 static void run_layers(const Layer* layers, const Pool* pools, const int32_t* const* visible, int64_t count,
                        const Step& step, const float* cos, const float* sin, const float* x, float* out, float* shared,
                        int threads) {

@@ -1,6 +1,7 @@
-"""A whole decoder layer as one call of the CPU kernels: which layers have the shape they compute, and their weights as they read them.
+"""Whole decoder layers as one call of the CPU kernels. Checks that a layer has the supported structure, and
+packs its weights.
 
-Whether a layer that has the shape also computes the same numbers is for `engine.fusion` to check.
+`engine.fusion` checks that a layer with this structure also computes the same numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     functional.silu,
     lambda x: functional.gelu(x, approximate="tanh"),
 )
-"""By their number in layer.h."""
+"""Activations; the index is their number in layer.h."""
 NORMS = {
     frozenset({"input_layernorm", "post_attention_layernorm"}): {
         "before_attention": "input_layernorm",
@@ -45,7 +46,7 @@ NORMS = {
         "after_mlp": "post_feedforward_layernorm",
     },
 }
-"""By the norms that a layer has: which of them stands where."""
+"""Position of each norm, by the set of norms that a layer has."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
@@ -56,7 +57,7 @@ class UnsuitedLayerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a layer's own code asks of attention: heads and dimension of its queries, and how scores are made."""
+    """Call of attention by a layer's own code: heads and dimension of the queries, and the computation of scores."""
 
     heads: int
     dim: int
@@ -66,17 +67,17 @@ class AttentionCall:
 
 
 class PackedLayer:
-    """The weights of a decoder layer, packed. `struct`: what the kernels read, valid as long as this object."""
+    """Packed weights of a decoder layer. `struct`: the form that the kernels read, valid as long as this object."""
 
     def __init__(self, layer: torch.nn.Module, library: Library, call: AttentionCall) -> None:
         """Pack copies of the weights.
 
         Raises:
-            UnsuitedLayerError: the layer has another shape than the kernels compute.
+            UnsuitedLayerError: the kernels do not compute a layer of this structure.
         """
         self.call = call
         self._library = library
-        self._kept: list[torch.Tensor] = []  # what the struct has addresses of
+        self._tensors: list[torch.Tensor] = []  # the struct has their addresses
         parts = dict(layer.named_children())
         attention, mlp = parts.pop("self_attn", None), parts.pop("mlp", None)
         if attention is None or mlp is None or frozenset(parts) not in NORMS:
@@ -111,15 +112,15 @@ class PackedLayer:
         weights = {
             "qkv": (library.pack(torch.cat([p.weight.detach() for p in (q, k, v)])), _biases([q, k, v])),
             "out": (library.pack(o.weight.detach()), _biases([o])),
-            # panels of gate and up in turns, so that one pass yields both for the same columns
+            # Panels of gate and up alternate, so that one pass yields both for the same columns.
             "gate_up": (
                 torch.stack([library.pack(p.weight.detach()) for p in (gate, up)], dim=1).flatten(0, 1),
-                self._turns(gate, up),
+                self._alternating_biases(gate, up),
             ),
             "down": (library.pack(down.weight.detach()), _biases([down])),
         }
         rows = {"qkv": q.out_features + 2 * k.out_features, "out": o.out_features, "down": down.out_features}
-        where = NORMS[frozenset(parts)]
+        norm_positions = NORMS[frozenset(parts)]
         self.struct = LayerStruct(
             hidden=q.in_features,
             heads=call.heads,
@@ -129,34 +130,34 @@ class PackedLayer:
             scale=call.scale,
             softcap=call.softcap or 0.0,
             activation=_activation(activation),
-            **{place: self._norm(parts[name], q.in_features) for place, name in where.items()},
+            **{place: self._norm(parts[name], q.in_features) for place, name in norm_positions.items()},
             **{
                 place: self._norm(norm, call.dim)
                 for place, norm in (("query", norms["q"]), ("key", norms["k"]))
                 if norm is not None
             },
         )
-        room = use_huge_pages(torch.empty(sum(packed.numel() for packed, _ in weights.values())))
-        self._kept.append(room)
+        buffer = use_huge_pages(torch.empty(sum(packed.numel() for packed, _ in weights.values())))
+        self._tensors.append(buffer)
         for name, (packed, bias) in weights.items():
-            mine, room = room[: packed.numel()], room[packed.numel() :]
-            mine.copy_(packed.flatten())
+            target, buffer = buffer[: packed.numel()], buffer[packed.numel() :]
+            target.copy_(packed.flatten())
             n = rows.get(name, packed.shape[0] * library.panel)
             address = 0 if bias is None else self._keep(bias)
-            setattr(self.struct, name, LinearStruct(mine.data_ptr(), address, n, packed.shape[1]))
+            setattr(self.struct, name, LinearStruct(target.data_ptr(), address, n, packed.shape[1]))
 
     @property
     def geometry(self) -> tuple[int, ...]:
-        """Sizes, which layers that are computed in one call have in common."""
+        """Sizes that all layers of one call share."""
         s = self.struct
         return s.hidden, s.heads, s.kv_heads, s.dim, s.inner
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor)
+        self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def _turns(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> torch.Tensor | None:
-        """Biases of gate and up in the order of their panels, zero padded."""
+    def _alternating_biases(self, gate: torch.nn.Linear, up: torch.nn.Linear) -> torch.Tensor | None:
+        """Return the biases of gate and up in the order of their panels, zero padded."""
         biases = _biases([gate, up])
         if biases is None:
             return None
@@ -166,17 +167,17 @@ class PackedLayer:
 
     def _norm(self, norm: torch.nn.Module, size: int) -> NormStruct:
         plain = all(parameter.dtype is torch.float32 for parameter in norm.parameters())
-        found = norm_scale(norm) if plain else None
-        if found is None or found[0].numel() != size:
+        scale_and_eps = norm_scale(norm) if plain else None
+        if scale_and_eps is None or scale_and_eps[0].numel() != size:
             raise UnsuitedLayerError(
                 f"{type(norm).__name__} is not an RMS norm over {size} dimensions in float32"
             )
-        scale, eps = found
+        scale, eps = scale_and_eps
         return NormStruct(self._keep(scale.contiguous()), eps)
 
 
 class PackedLayers:
-    """Layers of one geometry that follow one another, and the call that computes them."""
+    """Consecutive layers of one geometry, computed by one call."""
 
     def __init__(self, layers: Sequence[PackedLayer], library: Library) -> None:
         self._layers = layers
@@ -191,13 +192,15 @@ class PackedLayers:
         step: StepStruct,
         visible: Callable[[int | None], torch.Tensor],
     ) -> torch.Tensor:
-        """Hidden states [rows, hidden] to those after the layers; `rotary`: cos and sin [rows, dim]; `visible`: of a window, the positions
-        that each row sees (int32 [rows, 2]). Keys and values go to the pools.
+        """Map hidden states [rows, hidden] to those after the layers. Writes keys and values to the pools.
+
+        `rotary`: cos and sin [rows, dim]. `visible`: returns for a window the positions that each row sees
+        (int32 [rows, 2]).
         """
         cos, sin = rotary
-        sees = [visible(layer.call.window) for layer in self._layers]
+        visible_ranges = [visible(layer.call.window) for layer in self._layers]
         return self._library.layers(
-            self._structs, pools, step, sees, (cos.contiguous(), sin.contiguous()), x.contiguous()
+            self._structs, pools, step, visible_ranges, (cos.contiguous(), sin.contiguous()), x.contiguous()
         )
 
 
@@ -212,10 +215,10 @@ def _linear(name: str, module: torch.nn.Module) -> torch.nn.Linear:
 def _same_sizes(
     call: AttentionCall, projections: Sequence[torch.nn.Linear], feed_forward: Sequence[torch.nn.Linear]
 ) -> None:
-    """The kernels read sizes once and trust them for all weights.
+    """Check sizes, because the kernels read each once and rely on it for all weights.
 
     Raises:
-        UnsuitedLayerError: a weight has another size than the others make it.
+        UnsuitedLayerError: the size of a weight does not fit those of the others.
     """
     (q, k, v, o), (gate, up, down) = projections, feed_forward
     hidden, queries, keys, inner = q.in_features, call.heads * call.dim, k.out_features, gate.out_features
@@ -230,7 +233,7 @@ def _same_sizes(
 
 
 def _biases(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
-    """One after another, zeros for layers without; None if all are."""
+    """Return the concatenated biases, with zeros for layers without bias; None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None
     return torch.cat(

@@ -1,6 +1,7 @@
-"""Builds the CPU kernels once with the system's C++ compiler, keeps them in the user's cache, and calls them. Independent of the model.
+"""Builds the CPU kernels once with the system's C++ compiler, caches them for the user, and calls them.
+Independent of the model.
 
-Run as a program, it builds them for every level of x86-64 next to this file, as image builds do for their pods.
+Run as a program, it builds them for every level of x86-64 next to this file; image builds do that for their pods.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-tra
 FLAGS += ["-fopenmp", "-shared", "-fPIC"]
 BUILD_SECONDS = 120
 FORMATS: tuple[KvDtype, ...] = ("Model", "Int8", "Fp8")
-"""Of KV, by their number in packed.h."""
+"""KV formats; the index is their number in packed.h."""
 AVX2 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 LEVELS = {"x86-64-v4": AVX2 | AVX512, "x86-64-v3": AVX2}
-"""Best first: what compilers call it, and the instruction sets of Linux's cpuinfo that it needs."""
+"""Levels of x86-64 by their name for compilers, best first, with the flags of Linux's cpuinfo that each needs."""
 
 
 class LinearStruct(ctypes.Structure):
@@ -71,7 +72,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """`Step` of attention.h: which rows of a batch belong to which sequence, where its blocks and the rows' slots are."""
+    """`Step` of attention.h: each sequence's rows of a batch, its blocks, and the rows' slots."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "sequences", "columns")),
@@ -89,8 +90,9 @@ class PoolStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, kv_dtype: KvDtype = "Model") -> PoolStruct:
-        """Keys and values [blocks, block_tokens, kv_heads, dim], dim % 16 == 0, or bytes of a row in the place of dim; they must outlive the
-        struct.
+        """Make the struct for keys and values [blocks, block_tokens, kv_heads, dim], which must outlive it.
+
+        dim % 16 == 0; in a packed format, the bytes of a row take the place of dim.
         """
         *sizes, row = keys.shape[1:]
         dim = row if kv_dtype == "Model" else packing.values_of(row)
@@ -98,7 +100,7 @@ class PoolStruct(ctypes.Structure):
 
 
 class Library:
-    """The loaded kernels. `panel`: output columns of one packed panel."""
+    """The loaded kernels. `panel`: output columns of a packed panel."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -122,21 +124,23 @@ class Library:
         self.panel = int(self._library.mmd_panel())
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Weight [n, k] as panels [ceil(n / panel), k, panel], zero padded."""
+        """Pack weight [n, k] as panels [ceil(n / panel), k, panel], zero padded."""
         n, k = weight.shape
         panels = -(-n // self.panel)
         packed = use_huge_pages(torch.empty(panels, k, self.panel))
-        whole = n // self.panel
-        packed[:whole] = weight[: whole * self.panel].view(whole, self.panel, k).transpose(1, 2)
-        if whole < panels:
-            packed[whole] = 0
-            packed[whole, :, : n - whole * self.panel] = weight[whole * self.panel :].t()
+        full_panels = n // self.panel
+        packed[:full_panels] = (
+            weight[: full_panels * self.panel].view(full_panels, self.panel, k).transpose(1, 2)
+        )
+        if full_panels < panels:
+            packed[full_panels] = 0
+            packed[full_panels, :, : n - full_panels * self.panel] = weight[full_panels * self.panel :].t()
         return packed
 
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x [..., k] times a packed [n, k] transposed, plus bias [n]: float32 [..., n].
+        """Multiply x [..., k] by a packed weight [n, k] transposed, and add bias [n]. Returns float32 [..., n].
 
         Raises:
             ValueError: x has another width than the weight, or another dtype.
@@ -171,7 +175,10 @@ class Library:
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Attention of query rows [rows, heads, dim] to the positions `visible` [rows, 2] (int32: first, last + 1) of their contexts."""
+        """Compute attention of query rows [rows, heads, dim] to their contexts.
+
+        `visible` [rows, 2]: positions that each row sees (int32: first, last + 1).
+        """
         query = query.contiguous()
         out = torch.empty_like(query)
         self._attend(
@@ -188,11 +195,12 @@ class Library:
         return out
 
     def mask(self, logits: torch.Tensor, rows: list[int], bits: torch.Tensor) -> None:
-        """Make rows of logits [batch, vocab] -infinity where their bits [rows, bytes] are 0, from the lowest of the first byte on; both are
-        contiguous.
+        """Set rows of logits [batch, vocab] to -infinity where their bits [rows, bytes] are 0.
+
+        Bits count from the lowest of a row's first byte. Both tensors are contiguous.
 
         Raises:
-            ValueError: the bits are no bytes, not whole words of 32 bits, or too few, or a tensor is not contiguous.
+            ValueError: the bits are not bytes, not whole words of 32 bits, or too few, or a tensor is not contiguous.
         """
         batch, vocab = logits.shape
         width = bits.shape[1]
@@ -220,12 +228,14 @@ class Library:
         rotary: tuple[torch.Tensor, torch.Tensor],
         x: torch.Tensor,
     ) -> torch.Tensor:
-        """Decoder layers of one geometry, one after another, on hidden states [rows, hidden]; `rotary`: cos and sin [rows, dim]; all
-        contiguous. `visible`: for each layer, as in `attend`. Writes the rows' keys and values to the pools.
+        """Run consecutive decoder layers of one geometry on hidden states [rows, hidden].
+
+        Writes the rows' keys and values to the pools. `rotary`: cos and sin [rows, dim]. All tensors are
+        contiguous. `visible`: per layer, as in `attend`.
         """
         threads = torch.get_num_threads()
         out = torch.empty_like(x)
-        shared = torch.empty(self._layers_floats(ctypes.addressof(layers), len(x), threads))
+        scratch = torch.empty(self._layers_floats(ctypes.addressof(layers), len(x), threads))
         cos, sin = rotary
         addresses = (ctypes.c_void_p * len(layers))(*[tensor.data_ptr() for tensor in visible])
         self._layers(
@@ -238,7 +248,7 @@ class Library:
             sin.data_ptr(),
             x.data_ptr(),
             out.data_ptr(),
-            shared.data_ptr(),
+            scratch.data_ptr(),
             threads,
         )
         return out
@@ -246,7 +256,7 @@ class Library:
 
 @functools.cache
 def load() -> Library | None:
-    """The kernels, built when this machine has not built them yet; None where they cannot be built (PyTorch serves then)."""
+    """Return the kernels, built first if this machine has not built them yet; None if that fails, and PyTorch is used."""
     features = _features()
     target = next((level for level, needed in LEVELS.items() if needed <= set(features.split())), "native")
     name = _name(target, features)
@@ -270,23 +280,23 @@ def load() -> Library | None:
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> Library | None:
-    """The kernels, where they apply (float32 on a CPU) and could be built."""
+    """Return the kernels where they apply (float32 on a CPU) and could be built, otherwise None."""
     return load() if device.type == "cpu" and dtype is torch.float32 else None
 
 
 def _loaded(path: Path) -> Library:
-    """The library in a file.
+    """Load the library from a file.
 
     Raises:
-        OSError: it is not, or not wholly, such a library.
-        AttributeError: it is of another version.
+        OSError: the file is not such a library, or is truncated.
+        AttributeError: the library is of another version.
     """
     data = path.read_bytes()
-    if b"mmd_mask" not in data:  # looked for here, as a library once loaded hides what replaces its file
+    if b"mmd_mask" not in data:  # checked before loading: a loaded library hides what replaces its file
         raise OSError("it is something else")
     head = data[:64]
     if head[:5] == b"\x7fELF\x02" and len(head) == 64:
-        # Its last part is the table of sections; loading a file that lacks some would end the process.
+        # The section table is at the end of the file. Loading a truncated file would end the process.
         (table,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
         if len(data) < table + size * count:
             raise OSError("it is truncated")
@@ -294,9 +304,9 @@ def _loaded(path: Path) -> Library:
 
 
 def _reason(error: Exception) -> str:
-    """With the last line of what the compiler said."""
-    said = getattr(error, "stderr", None) or b""
-    lines = said.decode(errors="replace").strip().splitlines()
+    """Return the error's text, with the last line of the compiler's output."""
+    compiler_output = getattr(error, "stderr", None) or b""
+    lines = compiler_output.decode(errors="replace").strip().splitlines()
     return f"{error}: {lines[-1]}" if lines else str(error)
 
 
@@ -305,9 +315,9 @@ def _compiler() -> str | None:
 
 
 def _cache(name: str) -> Path:
-    """The user's cache; where that cannot be written and has no such file, a folder of this process."""
+    """Return the user's cache, or a folder of this process if the cache cannot be written and lacks the file."""
     try:
-        # A user without an entry in the system's list has no home: RuntimeError.
+        # A user without an entry in the system's list has no home, which is a RuntimeError.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multimodal-operator"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK) and not (folder / name).exists():
@@ -320,33 +330,33 @@ def _cache(name: str) -> Path:
 def _build(compiler: str, target: str, path: Path) -> Path:
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
+            output = Path(scratch) / path.name
             subprocess.run(  # noqa: S603 - the system's compiler on a file of this package
-                [compiler, *FLAGS, f"-march={target}", str(SOURCE), "-o", str(made)],
+                [compiler, *FLAGS, f"-march={target}", str(SOURCE), "-o", str(output)],
                 check=True,
                 capture_output=True,
                 timeout=BUILD_SECONDS,
             )
-            made.replace(path)  # atomic: processes that build at the same time all end with a complete file
+            output.replace(path)  # atomic: processes that build at the same time each get a complete file
     return path
 
 
 def _name(target: str, features: str) -> str:
-    """Changes with the source and the flags; for a processor of no known level, with its features too."""
-    of = [*FLAGS, target, *([features] if target not in LEVELS else [])]
+    """Return a file name that depends on sources and flags, and on the processor's features if it has no known level."""
+    settings = [*FLAGS, target, *([features] if target not in LEVELS else [])]
     files = b"".join(path.read_bytes() for path in (SOURCE, *(SOURCE.with_name(name) for name in HEADERS)))
-    return f"{hashlib.sha256(files + ' '.join(of).encode()).hexdigest()[:24]}.so"
+    return f"{hashlib.sha256(files + ' '.join(settings).encode()).hexdigest()[:24]}.so"
 
 
 def _features() -> str:
-    """The processor's instruction sets, as far as the system reports them."""
+    """Return the processor's instruction sets, as far as the system reports them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def main() -> None:
-    """Build for every level next to this file; does nothing on other processors."""
+    """Build the kernels for every level next to this file. Does nothing on processors other than x86-64."""
     compiler = _compiler()
     if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
         return

@@ -8,8 +8,8 @@
 constexpr int PANEL = 2 * LANES;            // output columns of one packed panel
 constexpr int ROWS = LANES == 16 ? 12 : 6;  // rows of the micro-kernel: 2 * ROWS accumulators fit the register file
 constexpr int64_t DEPTH = 4096 / PANEL;     // panel rows at once: 16 KiB stay in the first-level cache
-constexpr int64_t ROW_BLOCK = 48;           // rows that a thread works on at once when there are many
-constexpr int64_t NEAR = 512, FAR = 4096;   // floats ahead at which a panel is fetched into the first- and the second-level cache
+constexpr int64_t ROW_BLOCK = 48;           // rows per block of a thread when there are many
+constexpr int64_t NEAR = 512, FAR = 4096;   // prefetch distances in floats, to the first- and the second-level cache
 
 struct Linear {
   const float* packed;
@@ -23,8 +23,8 @@ static inline void fetch(const float* panel) {
   __builtin_prefetch(panel + FAR, 0, 2);
 }
 
-// out [R, W * LANES] (+)= x [R, depth] * panel [depth, W * LANES]. Row i of x begins at x + i * row_step, its next element is depth_step
-// further; rows of the panel are panel_step apart.
+// out [R, W * LANES] (+)= x [R, depth] * panel [depth, W * LANES]. Row i of x begins at x + i * row_step, and its elements are
+// depth_step apart; rows of the panel are panel_step apart.
 template <int R, int W>
 ALWAYS_INLINE void micro(const float* x, int64_t row_step, int64_t depth_step, const float* panel, int64_t panel_step,
                          int64_t depth, float* out, int64_t ldo, bool add) {
@@ -53,7 +53,7 @@ ALWAYS_INLINE void micro(const float* x, int64_t row_step, int64_t depth_step, c
     for (int j = 0; j < W; j++) store(out + i * ldo + j * LANES, a[i][j]);
 }
 
-// One row of a packed panel: four accumulators hide the latency of the multiply-add.
+// Multiplies one row by a packed panel. Four accumulators hide the latency of the multiply-add.
 static void micro_row(const float* x, const float* panel, int64_t depth, float* out, bool add) {
   Vec a0 = add ? load(out) : Vec{}, b0 = add ? load(out + LANES) : Vec{}, a1{}, b1{};
   int64_t k = 0;
@@ -87,7 +87,7 @@ static void packed_rows(int64_t rows, const float* x, int64_t ldx, const float* 
   }
 }
 
-// x [m, k] times one panel: out [m, PANEL].
+// Multiplies x [m, k] by one panel: out [m, PANEL].
 static void panel_product(const float* x, int64_t m, int64_t k, const float* panel, float* out, int64_t ldo) {
   int64_t groups = (m + ROWS - 1) / ROWS;
   for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
@@ -100,7 +100,7 @@ static void panel_product(const float* x, int64_t m, int64_t k, const float* pan
   }
 }
 
-// x [m, k] times panels [first, last): columns from first * PANEL on of out [m, n]. A last panel that is narrower goes through `tile`.
+// Multiplies x [m, k] by panels [first, last): columns from first * PANEL on of out [m, n]. A narrower last panel goes through `tile`.
 static void multiply(const Linear& w, const float* x, int64_t m, int64_t first, int64_t last, float* out) {
   static thread_local std::vector<float> tile;
   for (int64_t p = first; p < last; p++) {
@@ -120,11 +120,11 @@ static void multiply(const Linear& w, const float* x, int64_t m, int64_t first, 
   }
 }
 
-// How `m` rows are shared between threads. Few: each thread takes panels, so that weights are read once. Many: it takes blocks of rows,
-// whose intermediate values stay in its cache.
+// Decides how threads divide `m` rows. Few rows: each thread takes panels, so that weights are read once. Many rows: each takes
+// blocks of rows, whose intermediate values stay in its cache.
 static bool few(int64_t m, int threads) { return m <= std::max<int64_t>(32, threads * ROW_BLOCK / 3); }
 
-// Rows of a block, a multiple of the micro-kernel's.
+// Number of rows in a block, a multiple of the micro-kernel's.
 static int64_t block_rows(int64_t m, int threads) {
   int64_t blocks = threads * ((m + threads * ROW_BLOCK - 1) / (threads * ROW_BLOCK));
   return ((m + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;

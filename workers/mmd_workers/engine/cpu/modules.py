@@ -1,4 +1,5 @@
-"""Replaces what is slow in a float32 decoder or tower on a CPU: linear layers and RMS norms. Each replacement is checked on numbers first."""
+"""Replaces the slow modules of a float32 decoder or tower on a CPU: linear layers and RMS norms. Each is
+checked numerically first."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ TOLERANCE = 1e-5
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer over packed weights; the plain weight is gone."""
+    """A linear layer over packed weights, without the plain weight."""
 
     def __init__(self, linear: torch.nn.Linear, library: Library) -> None:
         super().__init__()
@@ -24,18 +25,18 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Empty: models ask a layer's weight for its dtype and device alone."""
+        """Empty tensor: models use a layer's weight only for its dtype and device."""
         return torch.empty(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] to [..., out_features]."""
+        """Map x [..., in_features] to [..., out_features]."""
         assert isinstance(self.packed, torch.Tensor)
         assert self.bias is None or isinstance(self.bias, torch.Tensor)
         return self._library.linear(x, self.packed, self.out_features, self.bias)
 
 
 def pack_linears(model: torch.nn.Module, library: Library) -> int:
-    """Replace every plain float32 `nn.Linear` below `model` that the kernels reproduce; returns how many."""
+    """Replace every plain float32 `nn.Linear` below `model` that the kernels reproduce. Returns how many were replaced."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -48,7 +49,7 @@ def pack_linears(model: torch.nn.Module, library: Library) -> int:
 
 
 def _reproduces(packed: PackedLinear, plain: torch.nn.Linear) -> bool:
-    """Whether both give the same for two rows, up to rounding."""
+    """Return whether both layers agree on two rows, up to rounding."""
     probe = torch.linspace(-3, 5, 2 * plain.in_features).sin().view(2, -1)
     with torch.no_grad():
         expected = plain(probe)
@@ -57,7 +58,7 @@ def _reproduces(packed: PackedLinear, plain: torch.nn.Linear) -> bool:
 
 
 def own_memory(model: torch.nn.Module) -> None:
-    """Copy what has not been packed out of the mapped checkpoint, which then goes: one view of it would keep all of it in memory."""
+    """Copy unpacked tensors out of the mapped checkpoint, so that it is freed: one view would keep all of it in memory."""
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor is not getattr(module, "packed", None):
@@ -65,7 +66,8 @@ def own_memory(model: torch.nn.Module) -> None:
 
 
 def norm_scale(module: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
-    """Scale [dimensions] and epsilon with which PyTorch's `rms_norm` equals this RMS norm; None: with none."""
+    """Return scale [dimensions] and epsilon with which PyTorch's `rms_norm` equals this RMS norm; None if
+    there are none."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or weight is None or eps is None or weight.dim() != 1:
@@ -83,11 +85,11 @@ def norm_scale(module: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
 
 
 def fuse_norms(decoder: torch.nn.Module) -> int:
-    """Let RMS norms that equal PyTorch's fused `rms_norm` use it; returns how many do."""
+    """Let RMS norms that equal PyTorch's fused `rms_norm` use it. Returns how many do."""
     count = 0
     for module in decoder.modules():
-        if (found := norm_scale(module)) is not None:
-            module.forward = types.MethodType(_rms_norm(*found), module)
+        if (scale_and_eps := norm_scale(module)) is not None:
+            module.forward = types.MethodType(_rms_norm(*scale_and_eps), module)
             count += 1
     return count
 

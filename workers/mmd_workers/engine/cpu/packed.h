@@ -1,4 +1,4 @@
-// Rows of KV in 8 bits, byte for byte those of packing.py: the codes of one head of one token, then a bfloat16 that is their unit.
+// Rows of KV in 8 bits, byte for byte as in packing.py: the codes of one head of one token, then their unit as a bfloat16.
 #pragma once
 
 #if defined(__AVX2__)
@@ -7,7 +7,7 @@
 
 #include "vectors.h"
 
-enum Format : int64_t { EXACT, INT8, FP8 };  // float32 as it is, whole numbers to 127, e4m3 without infinity
+enum Format : int64_t { EXACT, INT8, FP8 };  // unchanged float32, integers up to 127, e4m3 without infinity
 
 constexpr int64_t UNIT_BYTES = 2;
 
@@ -31,18 +31,18 @@ ALWAYS_INLINE IntVec load_codes(const uint8_t* p) {  // sign-extended
 ALWAYS_INLINE Vec of_e4m3(IntVec code) {
   IntVec size = code & 0x7f, low = size < 8;  // low: all bits set where the number is subnormal
   Vec v = vec_of((size << 20) + (120 << 23) + (low & (1 << 23)));
-  v -= vec_of(low & (121 << 23));  // 2^-6 that a normal number has before its fraction
+  v -= vec_of(low & (121 << 23));  // the 2^-6 that a normal number has before its fraction
   return vec_of(bits_of(v) | (code & INT32_MIN));
 }
 
-ALWAYS_INLINE IntVec to_e4m3(Vec v) {  // at most 448, to nearest even
+ALWAYS_INLINE IntVec to_e4m3(Vec v) {  // for at most 448; rounds to nearest even
   IntVec bits = bits_of(v), size = bits & INT32_MAX;
   IntVec low = bits_of(vec_of(size) + 16384.0f) - (141 << 23);
   IntVec normal = (size - (120 << 23) + 0x7ffff + ((size >> 20) & 1)) >> 20;
   return (size < (121 << 23) ? low : normal) | ((bits >> 24) & 0x80);
 }
 
-// `tokens` rows of `dim` codes, `stride` bytes apart, to floats [tokens, dim].
+// Unpacks `tokens` rows of `dim` codes, `stride` bytes apart, to floats [tokens, dim].
 template <bool INTEGERS>
 static void unpack_as(const uint8_t* row, int64_t stride, int64_t dim, int64_t tokens, float* to) {
   for (int64_t j = 0; j < tokens; j++, row += stride, to += dim) {
@@ -62,7 +62,7 @@ static void unpack(int64_t format, const uint8_t* row, int64_t stride, int64_t d
   (format == INT8 ? unpack_as<true> : unpack_as<false>)(row, stride, dim, tokens, to);
 }
 
-// One head of one token, x [dim]. A value that is not finite makes the unit NaN.
+// Packs one head of one token, x [dim]. A value that is not finite makes the unit NaN.
 static void pack(int64_t format, const float* x, int64_t dim, uint8_t* row) {
   Vec most{}, invalid{};
   for (int64_t d = 0; d < dim; d += LANES) {
@@ -82,7 +82,7 @@ static void pack(int64_t format, const float* x, int64_t dim, uint8_t* row) {
     Vec v = load(x + d) / unit;
     v = v == v ? v : Vec{};
     v = v > largest ? splat(largest) : v < -largest ? splat(-largest) : v;
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: what is added to it has no fraction
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
     IntVec code = format == INT8 ? __builtin_convertvector((v + ROUND) - ROUND, IntVec) : to_e4m3(v);
     CodeVec codes = __builtin_convertvector(code, CodeVec);
     std::memcpy(row + d, &codes, sizeof codes);

@@ -1,4 +1,4 @@
-// Vectors of the compiler's own (GCC/Clang), so that the same source serves AVX-512, AVX2 and NEON, and the functions that layers need.
+// Compiler vector types (GCC/Clang), so that one source serves AVX-512, AVX2 and NEON, and the functions that layers need.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 static inline Vec load(const float* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
 static inline IntVec load(const int32_t* p) { IntVec v; std::memcpy(&v, p, sizeof v); return v; }
 static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
-static inline Vec splat(float x) { return x - Vec{}; }  // a mere broadcast: x - 0 is x, x + 0 is not (of -0)
+static inline Vec splat(float x) { return x - Vec{}; }  // compiles to a broadcast: x - 0 is x, but x + 0 is not for x = -0
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 static inline float sum(Vec v) {
@@ -41,8 +41,8 @@ static inline float sum(Vec v) {
   return total;
 }
 
-// Lane i of the result is the sum of v[i]: log2(LANES) rounds in which pairs of vectors are folded into one.
-// Round `Step` adds neighbours that are Step lanes apart; the masks pick them from both vectors of a pair.
+// Lane i of the result is the sum of v[i]. Each of log2(LANES) rounds folds pairs of vectors into one.
+// Round `Step` adds lanes that are Step apart; the masks select them from both vectors of a pair.
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shuffle)
 template <int Step>
@@ -78,11 +78,11 @@ ALWAYS_INLINE Vec sums(Vec* v) {
 #endif
 }
 
-// exp for x <= 0, 0 below -87: Cephes' expf, a polynomial after range reduction; relative error below 2e-7.
+// exp(x) for x <= 0, and 0 below -87. Cephes' expf: a polynomial after range reduction, with relative error below 2e-7.
 static inline Vec exp_of(Vec given) {
   Vec x = given < -87.0f ? splat(-87.0f) : given;
   Vec n = x * 1.44269504088896341f - 0.5f;
-  IntVec k = __builtin_convertvector(n, IntVec);  // rounds towards zero: n <= 0, so to nearest of x / ln 2
+  IntVec k = __builtin_convertvector(n, IntVec);  // truncates; since n <= 0, this rounds x / ln 2 to nearest
   Vec r = __builtin_convertvector(k, Vec);
   x = x - r * 0.693359375f;
   x = x + r * 2.12194440e-4f;

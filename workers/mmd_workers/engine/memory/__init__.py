@@ -1,1 +1,1 @@
-"""Where KV is: blocks and who holds them, the tensors of the pool, room for a sequence. Knows no scheduling and no model."""
+"""Memory for KV: blocks and their holders, the pool's tensors, room for a sequence. Knows no scheduling and no model."""

@@ -1,4 +1,5 @@
-"""Which block of the KV pool belongs to whom: a free list, reference counts and a prefix cache. Independent of tensors and sequences."""
+"""Ownership of the KV pool's blocks: a free list, reference counts and a prefix cache. Independent of tensors
+and sequences."""
 
 from __future__ import annotations
 
@@ -13,9 +14,8 @@ from mmd_api.contract.errors import OverloadedError
 from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.engine.memory.sequence_room import blocks_for
 
-MAX_NAMED_BLOCKS = (
-    1 << 14
-)  # of one prompt: a message of 300 KB names them, and to hash them takes about 20 ms
+MAX_NAMED_BLOCKS = 1 << 14
+"""Blocks of one prompt that a message may name: the message takes 300 KB, and hashing them takes about 20 ms."""
 HASHED_AT_ONCE = 64
 MediaSpan = tuple[int, int, str]  # start, length, feature id
 
@@ -23,10 +23,12 @@ MediaSpan = tuple[int, int, str]  # start, length, feature id
 def block_hash(
     parent: bytes, token_ids: Sequence[int], start: int, media_spans: Sequence[MediaSpan]
 ) -> bytes:
-    """Identity of a full block: its parent's identity, its token ids, and every feature that overlaps it.
+    """Return the identity of a full block: a hash of its parent's identity, its token ids, and every feature
+    that overlaps it.
 
-    `start` is the position of the block's first token. A span is hashed with its offset to the block, so the same placeholder ids
-    over another medium, or another part of the same medium, never meet.
+    `start` is the position of the block's first token. A span is hashed with its offset to the block. So the
+    same placeholder ids over another medium, or over another part of the same medium, never share an
+    identity.
     """
     digest = hashlib.blake2b(parent + _packed(len(token_ids))(*token_ids), digest_size=16)
     end = start + len(token_ids)
@@ -42,8 +44,10 @@ def _packed(count: int) -> Callable[..., bytes]:
 
 
 def root_of(adapter: str, salt: str) -> bytes:
-    """The parent of a prompt's first block: blocks that different adapters computed never meet, nor do those of different salts. Empty: the
-    model alone computed them, for everybody.
+    """Return the parent identity of a prompt's first block.
+
+    Blocks of different adapters, or of different salts, never share an identity. Empty: the model alone
+    computed the blocks, and every request may use them.
     """
     if not (adapter or salt):
         return b""
@@ -59,7 +63,7 @@ def extend_identities(
     full_blocks: int,
     root: bytes = b"",
 ) -> None:
-    """Append the identities of the following full blocks of `token_ids`, until there are `full_blocks`. `root`: see `root_of`."""
+    """Append identities of the next full blocks of `token_ids`, until there are `full_blocks`. `root`: see `root_of`."""
     spans_of: dict[int, list[MediaSpan]] = {}
     for span in media_spans:
         first, last = span[0] // block_tokens, (span[0] + span[1] - 1) // block_tokens
@@ -73,8 +77,9 @@ def extend_identities(
 
 
 class LeadingIdentities(Iterable[bytes]):
-    """Identities of a prompt's first whole blocks, `MAX_NAMED_BLOCKS` at most; computed as far as they are read, and once. `root`: see
-    `root_of`.
+    """Identities of a prompt's leading full blocks, at most `MAX_NAMED_BLOCKS`. `root`: see `root_of`.
+
+    They are computed once, as far as they are read.
     """
 
     def __init__(
@@ -84,36 +89,36 @@ class LeadingIdentities(Iterable[bytes]):
         self._media_spans = media_spans
         self._root = root
         self._block_tokens = block_tokens
-        self._whole = min(len(token_ids) // block_tokens, MAX_NAMED_BLOCKS)
+        self._full_blocks = min(len(token_ids) // block_tokens, MAX_NAMED_BLOCKS)
         self._identities: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
         return chain.from_iterable(self._parts())
 
     def _parts(self) -> Iterator[list[bytes]]:
-        done = 0
-        while done < self._whole:
-            if done == len(self._identities):
-                end = min(self._whole, done + HASHED_AT_ONCE)
+        yielded = 0
+        while yielded < self._full_blocks:
+            if yielded == len(self._identities):
+                end = min(self._full_blocks, yielded + HASHED_AT_ONCE)
                 extend_identities(
                     self._identities, self._token_ids, self._media_spans, self._block_tokens, end, self._root
                 )
-            part = self._identities[done:]
+            part = self._identities[yielded:]
             yield part
-            done += len(part)
+            yielded += len(part)
 
 
 def leading_identities(
     token_ids: Sequence[int], media_spans: Sequence[MediaSpan], root: bytes, block_tokens: int
 ) -> list[bytes]:
-    """All of `LeadingIdentities`, as many as a message may name."""
+    """Return all of `LeadingIdentities`: as many as a message may name."""
     return list(LeadingIdentities(token_ids, media_spans, root, block_tokens))
 
 
 class BlockPool:
     """Bookkeeping of `num_blocks` blocks. Each is free, referenced (count ≥ 1), or cached (unreferenced, content still valid).
 
-    Blocks are handed out free ones first, then the least recently used cached ones, whose identity is forgotten then.
+    Free blocks are allocated first, then the least recently used cached ones, which lose their identity.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
@@ -128,18 +133,18 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can hand out now: free ones and unreferenced cached ones."""
+        """Blocks that `allocate` can take now: free ones and unreferenced cached ones."""
         return len(self._free) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return blocks_for(num_tokens, self.block_tokens)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference; all or none.
+        """Take `count` blocks with one reference each; all or none.
 
         Raises:
-            OverloadedError: fewer are available.
+            OverloadedError: fewer blocks are available.
         """
         if count > self.available:
             raise OverloadedError(
@@ -163,7 +168,7 @@ class BlockPool:
         self.changes.remove(identity)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block. Later blocks of a sequence become the first to be evicted."""
+        """Drop one reference to each block. Later blocks of a sequence are evicted first."""
         for block in reversed(blocks):
             if self._references[block] <= 0:
                 raise AssertionError(f"block {block} was released more often than it was allocated")
@@ -175,7 +180,8 @@ class BlockPool:
                     self._free.append(block)
 
     def touch(self, identities: Sequence[bytes]) -> None:
-        """Evict the cached ones of these leading blocks of a sequence last, the first of them after all others."""
+        """Move the cached blocks among these leading blocks of a sequence to the end of the eviction order,
+        the first one last."""
         for identity in reversed(identities):
             block = self._block_of.get(identity)
             if block is not None and block in self._cached:
@@ -194,14 +200,15 @@ class BlockPool:
                 self._free.append(block)
 
     def register(self, block: int, identity: bytes) -> None:
-        """Make a referenced, fully written block findable. A second block of the same identity stays private."""
+        """Add a referenced, fully written block to the prefix cache. A second block of the same identity stays private."""
         if identity not in self._block_of and block not in self._hash_of:
             self._block_of[identity] = block
             self._hash_of[block] = identity
             self.changes.add(identity)
 
     def find(self, identities: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of `identities`. Changes nothing: neither references nor the order of eviction."""
+        """Return the blocks of the longest cached prefix of `identities`. Changes neither references nor the
+        eviction order."""
         blocks: list[int] = []
         for identity in identities:
             block = self._block_of.get(identity)
@@ -211,7 +218,7 @@ class BlockPool:
         return blocks
 
     def available_beside(self, found: Iterable[int]) -> int:
-        """What `available` would be once these found blocks, each given once, are shared."""
+        """Return what `available` would be after sharing these found blocks; each is listed once."""
         return self.available - sum(1 for block in found if block in self._cached)
 
     def share(self, found: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The tensors of the KV pool, per layer, and how a range of tokens gets in and out of them. Independent of sequences and scheduling."""
+"""Tensors of the KV pool, per layer, with reading and writing of token ranges. Independent of sequences and scheduling."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from mmd_workers.model.prompt import KvLayout
 
 
 class KvPool:
-    """Keys and values of every layer: `keys[layer]` and `values[layer]` are [blocks, block_tokens, kv_heads, head_dim], in a packed layout
-    uint8 with the bytes of a row in the place of `head_dim`.
+    """Keys and values of every layer.
 
-    The canonical layout, in which KV travels between pools of any block size, is a list with one contiguous
-    [2, tokens, kv_heads, head_dim] tensor for each layer (keys first).
+    `keys[layer]` and `values[layer]` are [blocks, block_tokens, kv_heads, head_dim]. In a packed layout they
+    are uint8, with the bytes of a row in place of `head_dim`. KV moves between pools of any block size in the
+    canonical layout: a list with one contiguous [2, tokens, kv_heads, head_dim] tensor per layer (keys
+    first).
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, block_tokens: int, device: torch.device) -> None:
@@ -39,7 +40,7 @@ class KvPool:
 
     @classmethod
     def of_bytes(cls, layout: KvLayout, num_bytes: int, block_tokens: int, device: torch.device) -> KvPool:
-        """A pool of as many blocks as fit into `num_bytes`.
+        """Make a pool of as many blocks as fit into `num_bytes`.
 
         Raises:
             CapacityError: not one block fits.
@@ -52,44 +53,48 @@ class KvPool:
         return cls(layout, num_bytes // block_bytes, block_tokens, device)
 
     def put(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what a step computed for these flat slots, [slots, kv_heads, head_dim] each."""
-        for pool, given in ((self.keys[layer], keys), (self.values[layer], values)):
-            rows = given
+        """Write a step's keys and values, each [slots, kv_heads, head_dim], to these flat slots."""
+        for pool, tensor in ((self.keys[layer], keys), (self.values[layer], values)):
+            rows = tensor
             if self.layout.packed != "Model":
-                rows = pool.new_empty(*given.shape[:-1], pool.shape[-1])
-                packing.pack(given, rows, self.layout.packed)
+                rows = pool.new_empty(*tensor.shape[:-1], pool.shape[-1])
+                packing.pack(tensor, rows, self.layout.packed)
             pool.flatten(0, 1).index_copy_(0, slots, rows)
 
     def at(self, tensor: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What a layer's keys or values, a `tensor` of this pool, have at flat slots, copied: [*slots, kv_heads, head_dim]. `dtype`: the model's."""
+        """Return a copy of a layer's keys or values at flat slots: [*slots, kv_heads, head_dim].
+
+        `tensor`: a tensor of this pool. `dtype`: the model's.
+        """
         rows = tensor.flatten(0, 1)[slots]
         if self.layout.packed == "Model":
             return rows
         return packing.unpack(rows, packing.values_of(rows.shape[-1]), dtype, self.layout.packed)
 
     def struct(self, layer: int) -> PoolStruct:
-        """A layer as the CPU kernels read it; it must not outlive the pool."""
+        """Return a layer in the form that the CPU kernels read. It must not outlive the pool."""
         return PoolStruct.of(self.keys[layer], self.values[layer], self.layout.packed)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
-        """Flat token slots (block * block_tokens + offset) of the tokens [start, end) of a sequence with these blocks."""
+        """Return the flat slots (block * block_tokens + offset) of tokens [start, end) of a sequence with these blocks."""
         size = self.block_tokens
         return [blocks[position // size] * size + position % size for position in range(start, end)]
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> list[torch.Tensor]:
-        """KV of the tokens [start, end) in the canonical layout, copied: the layers are neighbours in one buffer."""
+        """Copy the KV of tokens [start, end) in the canonical layout. The layers are adjacent in one buffer."""
         index = torch.tensor(self.slots(blocks, start, end), device=self.device)
         shapes = [(2, end - start, *keys.shape[2:]) for keys in self.keys]
         sizes = [prod(shape) for shape in shapes]
         buffer = torch.empty(sum(sizes), dtype=self.keys[0].dtype, device=self.device)
-        read = [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
-        for keys, values, out in zip(self.keys, self.values, read, strict=True):
+        layers = [part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
+        for keys, values, out in zip(self.keys, self.values, layers, strict=True):
             torch.index_select(keys.flatten(0, 1), 0, index, out=out[0])
             torch.index_select(values.flatten(0, 1), 0, index, out=out[1])
-        return read
+        return layers
 
     def write(self, blocks: Sequence[int], start: int, tensors: Sequence[torch.Tensor]) -> int:
-        """Write canonical tensors on this pool's device to the tokens from `start` on; returns how many tokens they held.
+        """Write canonical tensors on this pool's device to the tokens from `start` on. Returns the number of
+        tokens written.
 
         Raises:
             CountMismatchError: the tensors do not have this pool's layers, heads or dimensions.
@@ -113,7 +118,7 @@ class KvPool:
         return num_tokens
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks, as they were initially."""
+        """Zero these blocks, which is their initial state."""
         index = torch.tensor(list(blocks), device=self.device)
         for tensor in (*self.keys, *self.values):
             tensor.index_fill_(0, index, 0)

@@ -1,4 +1,4 @@
-"""Whether a sequence has room in the context and the KV pool, and what its client is told where it has not. Pure."""
+"""Checks whether a sequence fits into the context and the KV pool, and makes the errors for its client. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mmd_api.contract.errors import CapacityError, OverloadedError, PreemptedErr
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
-    """Blocks that hold this many tokens."""
+    """Return the number of blocks that hold this many tokens."""
     return -(-tokens // block_tokens)
 
 
@@ -19,11 +19,12 @@ def check_fits(
     block_tokens: int,
     companion_tokens: int = 0,
 ) -> None:
-    """Check a prompt and up to `max_tokens` more, the end of the context permitting, against a pool of `blocks`. `companion_tokens`: of the
-    companion's prompt, after which come as many; 0: there is none.
+    """Check a prompt and up to `max_tokens` more, the end of the context permitting, against a pool of `blocks`.
+
+    `companion_tokens`: length of the companion's prompt, which is followed by as many output tokens; 0: no companion.
 
     Raises:
-        CapacityError: it can never fit.
+        CapacityError: the sequence can never fit.
     """
     longest = max(prompt_tokens, companion_tokens)
     if longest >= max_model_len:
@@ -32,8 +33,11 @@ def check_fits(
             f"the {what} has {longest} tokens, but the context length is {max_model_len}; shorten it by "
             f"{longest + 1 - max_model_len} tokens"
         )
-    more = min(max_tokens, max_model_len - longest)
-    lengths = [prompt_tokens + more, *([companion_tokens + more] if companion_tokens else [])]
+    output_tokens = min(max_tokens, max_model_len - longest)
+    lengths = [
+        prompt_tokens + output_tokens,
+        *([companion_tokens + output_tokens] if companion_tokens else []),
+    ]
     total, needed = sum(lengths), sum(blocks_for(length, block_tokens) for length in lengths)
     if needed > blocks:
         raise CapacityError(
@@ -43,10 +47,10 @@ def check_fits(
 
 
 def check_spare(needed: int, growing: int, available: int, blocks: int) -> None:
-    """Leave a spare block to each sequence that grows, so that an admission does not preempt another one at once.
+    """Check that each growing sequence keeps a spare block, so that an admission does not preempt another one at once.
 
     Raises:
-        OverloadedError: fewer than `needed` and the spare ones are available now.
+        OverloadedError: fewer than `needed` blocks and the spare ones are available now.
     """
     if growing and needed + growing > available:
         raise OverloadedError(
@@ -56,7 +60,7 @@ def check_spare(needed: int, growing: int, available: int, blocks: int) -> None:
 
 
 def preempted(blocks: int, num_outputs: int) -> PreemptedError:
-    """A sequence that had to yield and cannot be computed again here."""
+    """Return the error for a preempted sequence that cannot be computed again here."""
     return PreemptedError(
         f"the pool of {blocks} KV blocks is full, and this request is the newest; it continues on another pod after its "
         f"{num_outputs} tokens"

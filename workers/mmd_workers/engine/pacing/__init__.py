@@ -1,1 +1,1 @@
-"""How fast the engine is and how much a step may take. Knows no sequences."""
+"""Measures how fast the engine is, and limits steps. Knows no sequences."""

@@ -1,27 +1,27 @@
-"""How fast an engine has been of late: running averages, for routing and scaling. Independent of which engine it is."""
+"""Running averages of an engine's recent speed, for routing and scaling. Independent of the kind of engine."""
 
 from __future__ import annotations
 
 from mmd_workers.engine.interface import StepOutput
 
-AVERAGE_WEIGHT = 0.2  # of the newest step
+AVERAGE_WEIGHT = 0.2  # weight of the newest step
 
 
 class Estimates:
-    """All are 0 before the first step of their kind."""
+    """Estimates from recent steps. Each is 0 before the first step of its kind."""
 
     def __init__(self) -> None:
         self.prefill_tokens_per_second = 0.0
-        self.step_seconds = 0.0  # of steps that decode
-        self.itl_seconds = 0.0  # less where a step yields several tokens of a sequence
+        self.step_seconds = 0.0  # duration of a step that decodes
+        self.itl_seconds = 0.0  # less than `step_seconds` where a step yields several tokens of a sequence
 
     def add(self, output: StepOutput) -> None:
-        """Count a step. What decoding takes of one that also prefills is estimated from those before."""
+        """Add a step. If it decodes and prefills, the time of decoding is estimated from earlier steps."""
         if output.prefill_tokens:
-            decode_part = self.step_seconds if output.decode_sequences else 0.0
-            seconds = max(output.duration_seconds - decode_part, output.duration_seconds / 2)
+            decode_seconds = self.step_seconds if output.decode_sequences else 0.0
+            prefill_seconds = max(output.duration_seconds - decode_seconds, output.duration_seconds / 2)
             self.prefill_tokens_per_second = _average(
-                self.prefill_tokens_per_second, output.prefill_tokens / seconds
+                self.prefill_tokens_per_second, output.prefill_tokens / prefill_seconds
             )
         elif output.decode_sequences:
             self.step_seconds = _average(self.step_seconds, output.duration_seconds)

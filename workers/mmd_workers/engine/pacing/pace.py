@@ -1,4 +1,5 @@
-"""How many tokens fit into the time of a step, learned from the steps before. Pure: times come from the steps' own stopwatch."""
+"""Learns from earlier steps how many tokens fit into a step's time limit. Pure: times come from the steps'
+own stopwatch."""
 
 from __future__ import annotations
 
@@ -8,18 +9,22 @@ from statistics import median
 from mmd_api.contract.steps import StepBound
 from mmd_workers.engine.interface import StepOutput
 
-STEPS = 24  # that the estimate is made of
-SMALL_STEPS = 2  # kept of those in a row: a long answer must not displace what prompts took
-LONG_STEP = 1.5  # bounds: in one step among alike ones that takes longer there may have been a pause
+STEPS = 24  # newest steps that the estimate uses
+SMALL_STEPS = 2  # kept of consecutive small steps: a long answer must not displace measurements of prompts
+LONG_STEP = 1.5  # bounds; a single step among similar ones that takes longer may contain a pause
 
 
 class Pace:
-    """A row is a token that a step computes: one of each decoding sequence, the others of prompts.
+    """Estimates how many prompt tokens a step may have. A row is a token that a step computes.
 
-    A step is taken to cost a fixed time and a time for each row. The line through the last steps is that of Theil and Sen: the slope is
-    the median of the slopes between all pairs of unlike size, so a few outliers change little. Where noise makes it fall, or makes the fixed
-    time negative, what a row takes on average counts. Steps that are all of one size show no line: then the next one has more, as many as fit
-    if there is no fixed time, or half where the newest took too long. So it has when all but one are of one size and the newest took far too long.
+    Each decoding sequence has one row; the others belong to prompts. The model of a step is a fixed time plus
+    a time per row. The line through the last steps is a Theil-Sen fit: its slope is the median of the slopes
+    between all pairs of unlike size, so a few outliers change little. If noise makes the line fall, or the
+    fixed time negative, the average time per row is used.
+
+    Steps of one size show no line. The next step then has more rows, as many as fit if there is no fixed
+    time; or half as many if the newest took too long. The same happens if all steps but one are of one size
+    and the newest took far too long.
     """
 
     def __init__(self, bound: StepBound) -> None:
@@ -27,40 +32,41 @@ class Pace:
         self._steps: deque[tuple[int, float]] = deque(maxlen=STEPS)  # rows, seconds
 
     def tokens(self, decodes: int = 0) -> int:
-        """How many tokens of prompts a step has beside `decodes`. As few as it may have before anything has been measured."""
+        """Return the number of prompt tokens of a step beside `decodes`; the least allowed before the first measurement."""
         if not self._steps:
             return self.bound.least
         slopes = self._slopes()
         _, newest_seconds = self._steps[-1]
-        long = newest_seconds > LONG_STEP * self.bound.seconds
-        if not slopes or (len(slopes) < len(self._steps) and long):
+        too_long = newest_seconds > LONG_STEP * self.bound.seconds
+        if not slopes or (len(slopes) < len(self._steps) and too_long):
             return int(self.bound.within(self._unlike_the_newest(decodes)))
         return self.bound.tokens(*self._line(slopes), decodes)
 
     def _unlike_the_newest(self, decodes: int) -> float:
-        """Tokens of a step whose rows differ from those of the newest, unless that had all that a step may have and was in time."""
-        newest, seconds = self._steps[-1]
-        if self._small(newest):
+        """Return tokens for a step of another size than the newest, unless that was in time with as many as a
+        step may have."""
+        newest_rows, newest_seconds = self._steps[-1]
+        if self._small(newest_rows):
             return self.bound.least
-        tokens, unlike = newest - decodes, -(-self.bound.least // 2)
-        if seconds <= self.bound.seconds:
-            return max(newest * self.bound.seconds / seconds - decodes, tokens + unlike)
-        if (half := -(-newest // 2) - decodes) >= self.bound.least:
+        tokens, difference = newest_rows - decodes, -(-self.bound.least // 2)
+        if newest_seconds <= self.bound.seconds:
+            return max(newest_rows * self.bound.seconds / newest_seconds - decodes, tokens + difference)
+        if (half := -(-newest_rows // 2) - decodes) >= self.bound.least:
             return half
-        return tokens + unlike if tokens + unlike <= self.bound.most else tokens - unlike
+        return tokens + difference if tokens + difference <= self.bound.most else tokens - difference
 
     def add(self, output: StepOutput) -> None:
-        """Learn from a step, if its time is its own."""
+        """Learn from a step, if its duration covers no other work."""
         if output.timed:
             rows = output.prefill_tokens + output.decode_sequences + output.draft_tokens
             self.learn(rows, output.duration_seconds)
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Take a measurement; one without rows or time is none."""
+        """Add a measurement. One without rows or time is ignored."""
         if rows < 1 or seconds <= 0.0:
             return
-        newest = [step_rows for step_rows, _ in self._steps][-SMALL_STEPS:]
-        if len(newest) == SMALL_STEPS and all(map(self._small, [*newest, rows])):
+        newest_rows = [step_rows for step_rows, _ in self._steps][-SMALL_STEPS:]
+        if len(newest_rows) == SMALL_STEPS and all(map(self._small, [*newest_rows, rows])):
             del self._steps[-SMALL_STEPS]
         self._steps.append((rows, seconds))
 
@@ -68,7 +74,7 @@ class Pace:
         return rows < self.bound.least
 
     def _slopes(self) -> list[float]:
-        """Seconds a row, of each two steps of unlike size: others show noise."""
+        """Return seconds per row for each pair of steps of unlike size; other pairs show noise."""
         steps = sorted(self._steps)
         return [
             (seconds - less_seconds) / (rows - fewer_rows)
@@ -81,7 +87,7 @@ class Pace:
         return 2 * (rows - fewer_rows) >= self.bound.least
 
     def _line(self, slopes: list[float]) -> tuple[float, float]:
-        """Seconds of a step without rows, and of each row: never negative, the second never 0."""
+        """Return the fixed seconds of a step, and the seconds per row. Neither is negative, and the second is never 0."""
         if (per_row := median(slopes)) > 0.0:
             fixed = median(seconds - per_row * rows for rows, seconds in self._steps)
             if fixed > 0.0:

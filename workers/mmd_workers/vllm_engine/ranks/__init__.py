@@ -1,1 +1,1 @@
-"""A model that is split into ranks: their processes, their KV, and the pods of a group that they run in."""
+"""Splits a model into ranks: their processes, their KV, and the pods of the group in which they run."""

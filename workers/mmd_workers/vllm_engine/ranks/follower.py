@@ -1,6 +1,7 @@
-"""The process of a pod that follows the leader of its group: vLLM's ranks of this pod, from when all pods are there to the leader's end.
+"""Process of a pod that follows its group's leader. It runs vLLM's ranks of this pod until the leader ends.
 
-It takes no requests, reports no load and knows no NATS. Its probe is liveness.
+The ranks start when all pods of the group have joined. The process takes no requests, reports no load and
+does not use NATS. Its only probe is liveness.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROLE = "follower"
-"""As metrics name it."""
+"""Name of this role in metrics."""
 DELETION_SECONDS = 120.0
-"""How long a pod whose leader has ended well waits to be deleted. A container that ended before would count as one that restarts, for which
-LeaderWorkerSet recreates the group."""
+"""How long a pod waits to be deleted after its leader has ended without failure. If its container ended
+earlier, that would count as a restart, for which LeaderWorkerSet recreates the group."""
 
 
 class FollowerProcess:
-    """One follower's process."""
+    """Process of one follower."""
 
     def __init__(self, settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> None:
         self._settings = settings
         self._pod = Pod.of(settings, pool, roles, Metrics([ROLE]))
         self._link = Follower(settings)
         self._executor: Executor | None = None
-        self._failed: asyncio.Future[str] | None = None  # why this pod's ranks have ended
-        self._ended = asyncio.Event()  # the leader has
-        self._stopped = asyncio.Event()  # this pod is asked to stop
+        self._failed: asyncio.Future[str] | None = None  # reason why this pod's ranks have ended
+        self._ended = asyncio.Event()  # the leader has ended
+        self._stopped = asyncio.Event()  # this pod has been asked to stop
 
     async def serve(self) -> None:
-        """Follow until the leader ends, and after a good end until this pod is asked to stop.
+        """Follow the leader until it ends; if it ends without failure, wait until this pod is asked to stop.
 
         Raises:
             MmdError: the group has failed, here or elsewhere; the message has the reason.
@@ -77,7 +78,7 @@ class FollowerProcess:
             await self._until_deleted()
         except MmdError as error:
             why = error.message
-            log.critical("this pod ends: %s", why)  # now: its ranks may take their time
+            log.critical("this pod ends: %s", why)  # before its ranks, which may take long to end
             raise
         finally:
             await close_each(lambda: self._link.close(why), self._end_ranks, status.stop)
@@ -106,7 +107,7 @@ class FollowerProcess:
         }
 
     async def _joined(self) -> bool:
-        """Whether all pods of the group are there, and neither this one nor the leader has been asked to stop."""
+        """Join the group. False: this pod or the leader has been asked to stop before all pods joined."""
         joining = asyncio.create_task(self._link.join(join_seconds(self._pod)), name="join")
         stopping = asyncio.create_task(self._stopped.wait(), name="stopping")
         await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +122,10 @@ class FollowerProcess:
         return False
 
     async def _drain_when_stopped(self) -> None:
-        """This pod computes for the leader, which therefore drains first, and ends this pod when nothing is left."""
+        """Ask the leader to drain when this pod is asked to stop.
+
+        This pod computes for the leader, which drains first and then ends this pod.
+        """
         await self._stopped.wait()
         log.info("asked to stop: the leader drains first")
         await self._link.drain()
@@ -136,7 +140,7 @@ class FollowerProcess:
                 await self._stopped.wait()
 
     async def _follow(self) -> str:
-        """Compute until the leader or a rank of this pod ends. Returns why; empty where all is well.
+        """Compute until the leader or a rank of this pod ends. Returns the reason; empty if there is no failure.
 
         Raises:
             MmdError: this pod cannot start its ranks.
@@ -168,16 +172,19 @@ class FollowerProcess:
             return await self._settled(self._failed.result(), leader)
         return _relayed(leader.result())
 
-    async def _settled(self, own: str, leader: asyncio.Task[str]) -> str:
-        """Why this pod has failed: it may be a consequence, and the leader about to report of what. It learns this reason at once."""
-        await self._link.report(own)
-        if weight(own) < 2:
+    async def _settled(self, own_reason: str, leader: asyncio.Task[str]) -> str:
+        """Return why this pod has failed. The leader gets this pod's reason immediately.
+
+        The failure may be a consequence of another one, which the leader is about to report.
+        """
+        await self._link.report(own_reason)
+        if weight(own_reason) < 2:
             await asyncio.wait({leader}, timeout=SETTLE_SECONDS)
         if not leader.done():
             leader.cancel()
-            return own
+            return own_reason
         why = _relayed(leader.result())
-        return why if weight(why) > weight(own) else own
+        return why if weight(why) > weight(own_reason) else own_reason
 
     def _rank_lost(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], object]:
         def fail(words: str) -> None:
@@ -206,5 +213,5 @@ class FollowerProcess:
 
 
 def _relayed(ended: str) -> str:
-    """Why the leader has ended, as this pod reports it; empty where all is well."""
+    """Return why the leader has ended, as this pod reports it; empty if there is no failure."""
     return f"the leader {RELAYED}{ended}" if ended else ""

@@ -1,7 +1,7 @@
-"""KV that is divided among ranks: each holds some layers, those of its stage, and of these some heads. Pods exchange that of the whole
-model, so ranks and stages may be divided otherwise in the pod that receives it.
+"""KV sharded across ranks by layer (pipeline stage) and head (tensor parallel).
 
-What moves passes through the memory of the pod's main process, a bounded number of bytes at a time.
+Pods exchange the KV of the whole model, so the receiving pod may have other ranks and stages. KV that moves
+passes through the memory of the pod's main process, a bounded number of bytes at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mmd_workers.model.prompt import KvLayout
 from mmd_workers.vllm_engine.kv import PagedKv, one_dtype
 from mmd_workers.vllm_engine.reasons import reason
 
-CALL_SECONDS = 30.0  # liveness gives a pod a minute
-CALL_BYTES = 64 * 2**20  # that one call moves; each rank is given all that is written
+CALL_SECONDS = 30.0  # the liveness probe allows a pod a minute
+CALL_BYTES = 64 * 2**20  # most bytes that one call moves; a write passes all of them to each rank
 
 
 class Kv(Protocol):
@@ -27,15 +27,15 @@ class Kv(Protocol):
 
     @property
     def layout(self) -> KvLayout:
-        """Of the whole model."""
+        """Layout of the whole model's KV."""
         ...
 
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
-        """KV of tokens [start, end) of a sequence whose blocks these are, for each layer [2, tokens, kv_heads, head_dim]; copies."""
+        """Copy the KV of tokens [start, end) of a sequence with these blocks: [2, tokens, kv_heads, head_dim] per layer."""
         ...
 
     def write(self, block_ids: list[int], start: int, tensors: list[torch.Tensor]) -> None:
-        """Write KV of the tokens from `start` on to a sequence's blocks."""
+        """Write the KV of the tokens from `start` on to a sequence's blocks."""
         ...
 
     def clear(self, block_ids: list[int]) -> None:
@@ -45,8 +45,11 @@ class Kv(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's KV is in that of the model. `layout`: of all heads of the stage's layers. `first`: no rank before it in its stage
-    has the same heads."""
+    """Place of a rank's KV in the model's.
+
+    `number`: index of the rank in its stage. `first`: no earlier rank of the stage has the same heads.
+    `layout`: layout of all heads of the stage's layers.
+    """
 
     stage: int
     number: int
@@ -55,42 +58,43 @@ class Place:
 
 
 class KvShare:
-    """The KV of one rank; lives in its process."""
+    """KV of one rank, in the rank's process."""
 
     def __init__(
         self, pages: PagedKv, *, total_heads: int, stage: int, number: int, ranks_of_stage: int
     ) -> None:
-        """`total_heads`: of each layer, of which several ranks share one if there are more ranks. `number`: of this rank in its stage.
+        """`total_heads`: heads of each layer; if there are more ranks, several share a head. `number`: index
+        of the rank in its stage.
 
         Raises:
-            UnsupportedModelError: a layer has another number.
+            UnsupportedModelError: a layer has another number of heads.
         """
         self._pages = pages
         sharing = max(1, ranks_of_stage // max(1, total_heads))
         self._share, parts = number // sharing, ranks_of_stage // sharing
-        own = pages.layout
-        heads = [count * parts for count in own.num_kv_heads]
+        own_layout = pages.layout
+        heads = [count * parts for count in own_layout.num_kv_heads]
         if set(heads) != {total_heads}:
             raise UnsupportedModelError(
                 "spec.model.id: layers of this model have different numbers of KV heads, and ranks cannot tell which of them share one; omit "
                 "spec.prefill, or set tensorParallelSize: 1"
             )
-        layout = KvLayout(own.num_layers, heads, own.head_dim, own.dtype)
+        layout = KvLayout(own_layout.num_layers, heads, own_layout.head_dim, own_layout.dtype)
         self.place = Place(stage, number, number % sharing == 0, layout)
 
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
-        """This rank's heads, on the CPU; nothing if another rank has the same."""
+        """Read this rank's heads to the CPU. Returns nothing if an earlier rank has the same heads."""
         if not self.place.first:
             return []
         return [tensor.cpu() for tensor in self._pages.read(block_ids, start, end)]
 
     def write(self, block_ids: list[int], start: int, tensors: list[list[torch.Tensor]]) -> None:
-        """Take this rank's heads from what is written to the layers of each stage."""
+        """Write this rank's heads, out of KV for all heads of each stage's layers."""
         layers = zip(tensors[self.place.stage], self._pages.layers, strict=True)
-        own = [
+        own_tensors = [
             tensor.narrow(2, self._share * layer.num_kv_heads, layer.num_kv_heads) for tensor, layer in layers
         ]
-        self._pages.write(block_ids, start, own)
+        self._pages.write(block_ids, start, own_tensors)
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero blocks."""
@@ -98,10 +102,10 @@ class KvShare:
 
 
 class RankedKv:
-    """The KV of all ranks of an executor, each of which has opened its own."""
+    """KV of all ranks of an executor. Each rank opens its own share."""
 
     def __init__(self, executor: Any, block_tokens: int, device: torch.device) -> None:
-        """`device`: where what is read goes."""
+        """`device`: device to which KV is read."""
         self._executor, self._device = executor, device
         places: list[Place] = self._call("open_kv", block_tokens)
         owners = sorted(
@@ -120,31 +124,33 @@ class RankedKv:
         self._call_tokens = max(1, CALL_BYTES // self.layout.bytes_per_token())
 
     def read(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
-        """As `Kv.read`."""
+        """Implement `Kv.read`."""
         read = empty_range(self.layout, end - start, self._device)
         for first in range(start, end, self._call_tokens):
             last = min(end, first + self._call_tokens)
-            found = self._call("read_kv", block_ids, first, last)
-            by_layer = (zip(*(found[rank] for rank in ranks), strict=True) for ranks in self._stages)
+            by_rank = self._call("read_kv", block_ids, first, last)
+            by_layer = (zip(*(by_rank[rank] for rank in ranks), strict=True) for ranks in self._stages)
             for target, heads in zip(read, chain.from_iterable(by_layer), strict=True):
                 target[:, first - start : last - start] = torch.cat(heads, dim=2)
         return read
 
     def write(self, block_ids: list[int], start: int, tensors: list[torch.Tensor]) -> None:
-        """As `Kv.write`."""
+        """Implement `Kv.write`."""
         count = tensors[0].shape[1]
         for first in range(0, count, self._call_tokens):
             size = min(self._call_tokens, count - first)
-            left = iter(tensor.narrow(1, first, size).contiguous().cpu() for tensor in tensors)
-            stages = [[next(left) for _ in range(layers)] for layers in self._layers]
+            parts = iter(tensor.narrow(1, first, size).contiguous().cpu() for tensor in tensors)
+            stages = [[next(parts) for _ in range(layers)] for layers in self._layers]
             self._call("write_kv", block_ids, start + first, stages)
 
     def clear(self, block_ids: list[int]) -> None:
-        """As `Kv.clear`."""
+        """Implement `Kv.clear`."""
         self._call("clear_kv", block_ids)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """What each rank answers. If one fails or is late, all end: the answers that remain would be taken for those to the next call.
+        """Call a method on each rank, and return the answers.
+
+        If a rank fails or is late, all ranks end: remaining answers would be taken for those to the next call.
 
         Raises:
             EngineDeadError: a rank has failed, or has ended before.
@@ -159,7 +165,7 @@ class RankedKv:
             executor.fail(why)
             raise EngineDeadError(f"{why}; the pod restarts") from error
         except Exception as error:
-            executor.has_lost_a_rank()  # which is a better reason, and reported by then
+            executor.has_lost_a_rank()  # a lost rank is a better reason, and is reported by now
             why = f"{method} failed in a rank of vLLM: {reason(error)}"
             executor.fail(why)
             raise EngineDeadError(f"{why}; the pod restarts") from error

@@ -1,8 +1,10 @@
-"""The ranks of a model that is split: vLLM's workers in processes of their own, which live exactly as long as the pod's process. Of a
-replica that spans pods, each pod has its own ranks, and `mmd_workers.process.group` makes the pods end as one.
+"""Runs the ranks of a split model: vLLM's workers, each in its own process, which live exactly as long as the
+pod's process.
 
-vLLM's parent process learns only that a rank did not start, so a rank leaves the reason in a file. Of a rank that ends later, vLLM
-reports after it has waited seconds for the others to end, so `RankExecutor` watches them itself.
+If a replica spans pods, each pod has its own ranks, and `mmd_workers.process.group` makes the pods end
+together. vLLM's parent process learns only that a rank did not start, so a rank leaves the reason in a file.
+If a rank ends later, vLLM waits seconds for the others to end before it reports that, so `RankExecutor`
+watches the ranks itself.
 """
 
 from __future__ import annotations
@@ -35,26 +37,27 @@ from mmd_workers.vllm_engine.reasons import reason
 
 zero_new_blocks()  # each rank's process imports this module, and so does the engine's
 
-FAULT_FILE = "MMD_VLLM_RANK_FAULT"  # environment variable of the ranks: where one writes why it cannot start
+FAULT_FILE = "MMD_VLLM_RANK_FAULT"  # environment variable: the file where a rank writes why it cannot start
 PARENT_CHECK_SECONDS = 0.5
-END_SECONDS = 0.5  # how long after a failed step the end of the process that caused it may become visible
-NOT_STARTED = "WorkerProc initialization failed"  # vLLM's words where a rank ends before it has started, whatever the reason
+END_SECONDS = 0.5  # after a failed step, the end of the process that caused it is visible within this time
+NOT_STARTED = "WorkerProc initialization failed"  # vLLM's text for any rank that ends before it has started
 UNEXPLAINED = "a rank of vLLM ended before it had started and gave no reason; if it was killed for its memory, give the pod more"
 
 RankLost = Callable[[str], object]
 
 
 class RankError(Exception):
-    """A rank did not start; the message is its reason."""
+    """A rank did not start; the message is the reason."""
 
 
 @contextmanager
 def starting(config: VllmConfig, threads: int, lost: RankLost) -> Iterator[Callable[[VllmConfig], Executor]]:
-    """Yield what makes the executor, inside; its ranks share the pod's threads. `lost`: called once from another thread if a rank ends
-    afterwards, with which one and how.
+    """Yield a function that makes the executor, to be called inside the context. Its ranks share the pod's threads.
+
+    `lost`: called once from another thread if a rank ends afterwards, with a text that says which rank and how.
 
     Raises:
-        RankError: in place of what vLLM raises, if a rank gave a reason or has ended.
+        RankError: in place of vLLM's error, if a rank gave a reason or has ended.
     """
     if config.parallel_config.world_size == 1:
         yield Executor.get_class(config)
@@ -70,9 +73,9 @@ def starting(config: VllmConfig, threads: int, lost: RankLost) -> Iterator[Calla
 
     with tempfile.TemporaryDirectory(prefix="mmd-ranks-") as folder:
         file = Path(folder) / "fault"
-        own = {FAULT_FILE: str(file), "OMP_NUM_THREADS": str(max(1, threads // ranks))}
-        before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
+        variables = {FAULT_FILE: str(file), "OMP_NUM_THREADS": str(max(1, threads // ranks))}
+        previous = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             yield partial(RankExecutor, lost=note)
             started.set()
@@ -85,7 +88,7 @@ def starting(config: VllmConfig, threads: int, lost: RankLost) -> Iterator[Calla
                 raise RankError(ended[0]) from None
             raise
         finally:
-            for name, value in before.items():
+            for name, value in previous.items():
                 os.environ.pop(name)
                 if value is not None:
                     os.environ[name] = value
@@ -94,7 +97,10 @@ def starting(config: VllmConfig, threads: int, lost: RankLost) -> Iterator[Calla
 
 
 class RankExecutor(MultiprocExecutor):
-    """vLLM's executor, except that the end of a rank is reported at once, and ends the others, which would wait for it for minutes."""
+    """vLLM's executor, which also reports the end of a rank at once, and ends the others.
+
+    The other ranks would wait for it for minutes.
+    """
 
     def __init__(self, config: VllmConfig, lost: RankLost) -> None:
         self._lost = lost
@@ -110,19 +116,19 @@ class RankExecutor(MultiprocExecutor):
         watch.start()
 
     def has_lost_a_rank(self) -> bool:
-        """Whether a rank has ended, and not merely failed in a step. To be asked after that."""
+        """Return whether a rank has ended, and not merely failed in a step. Call this after a failed step."""
         return self.is_failed or bool(
-            connection.wait([one.proc.sentinel for one in self.workers], END_SECONDS)
+            connection.wait([worker.proc.sentinel for worker in self.workers], END_SECONDS)
         )
 
     def end_with(self, ended: WorkerProcHandle) -> None:
         """Report a rank that has ended, and end the others."""
         self.is_failed = True
-        ended.proc.join()  # it has ended: this reads its exit code
+        ended.proc.join()  # does not wait, but reads the exit code
         self.fail(f"rank {ended.rank} of vLLM {_how(ended.proc.exitcode)}")
 
     def fail(self, words: str) -> None:
-        """Report why the ranks cannot go on, unless that has been, and end them."""
+        """Report why the ranks cannot continue, unless a reason has been reported, and end them."""
         with self._reporting:
             first, self._reported = not self._reported, True
         if first:
@@ -130,21 +136,21 @@ class RankExecutor(MultiprocExecutor):
         self.give_up()
 
     def give_up(self) -> None:
-        """End all ranks of this pod: one that they would wait for has ended."""
+        """End all ranks of this pod, because they would wait for a rank that has ended."""
         self.is_failed = True
-        self.shutting_down = True  # their end is no news
-        for one in self.workers:
-            one.proc.kill()
+        self.shutting_down = True  # so that their end is not reported
+        for worker in self.workers:
+            worker.proc.kill()
         self.shutting_down = False
         self.shutdown()
 
 
 def _watch(executor: weakref.ref[RankExecutor], workers: list[WorkerProcHandle]) -> None:
-    by_sentinel = {one.proc.sentinel: one for one in workers}
+    by_sentinel = {worker.proc.sentinel: worker for worker in workers}
     (first, *_) = connection.wait(list(by_sentinel))
-    found = executor()
-    if found is not None and not getattr(found, "shutting_down", False):
-        found.end_with(by_sentinel[first])
+    live_executor = executor()
+    if live_executor is not None and not getattr(live_executor, "shutting_down", False):
+        live_executor.end_with(by_sentinel[first])
 
 
 def _how(code: int | None) -> str:
@@ -171,7 +177,10 @@ def _explains(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end_with_parent() -> None:
-    """vLLM's ranks learn of their parent's end only once they have started, and where none of them waits for another."""
+    """End this process with its parent.
+
+    vLLM's ranks notice their parent's end only after they have started, and only while none of them waits for another.
+    """
     parent = multiprocessing.parent_process()
     while parent is not None and os.getppid() == parent.pid:
         time.sleep(PARENT_CHECK_SECONDS)
@@ -179,11 +188,11 @@ def _end_with_parent() -> None:
 
 
 class Rank(MaskedWorker):
-    """vLLM's worker in a process of its own."""
+    """vLLM's worker in its own process."""
 
     @_explains
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        os.setsid()  # signals to the pod's process group are for the pod, which drains first
+        os.setsid()  # signals to the process group are for the pod's process, which drains first
         threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
         super().__init__(*arguments, **named)
 
@@ -198,13 +207,13 @@ class Rank(MaskedWorker):
         super().load_model(*arguments, **named)
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
-            # What the stage before sends is copied into these. vLLM makes them where it measures memory, which it does on GPUs alone.
+            # Buffers for the previous stage's output. vLLM makes them while it measures memory, which it does only on GPUs.
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
 
     def open_kv(self, block_tokens: int) -> Place:
-        """Find out how this rank's KV is arranged."""
+        """Find the arrangement of this rank's KV, and return its place in the model's."""
         config, stages, stage = self.vllm_config, get_pp_group(), get_tp_group()
         layers = config.compilation_config.static_forward_context
         self._kv = KvShare(
@@ -217,13 +226,13 @@ class Rank(MaskedWorker):
         return self._kv.place
 
     def read_kv(self, block_ids: list[int], start: int, end: int) -> list[torch.Tensor]:
-        """As `KvShare.read`."""
+        """Call `KvShare.read`."""
         return self._kv.read(block_ids, start, end)
 
     def write_kv(self, block_ids: list[int], start: int, tensors: list[list[torch.Tensor]]) -> None:
-        """As `KvShare.write`."""
+        """Call `KvShare.write`."""
         self._kv.write(block_ids, start, tensors)
 
     def clear_kv(self, block_ids: list[int]) -> None:
-        """As `KvShare.clear`."""
+        """Call `KvShare.clear`."""
         self._kv.clear(block_ids)

@@ -1,4 +1,5 @@
-"""What the leader and the followers of a group do alike: fetch weights before they join, and end soon after another pod has ended."""
+"""Common to the leader and the followers of a group: they fetch weights before they join, and end soon after
+another pod has ended."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ from mmd_workers.vllm_engine.reasons import weight
 
 LEAST_JOIN_SECONDS = 60.0
 OWN_FAILURE_SECONDS = 5.0
-"""How long a pod may take to fail by itself when another one has: the same fault may be about to show here, with its reason."""
+"""After another pod has failed, a pod has this long to fail by itself: the same fault may soon show here,
+with its reason."""
 END_AGAIN_SECONDS = 0.2
 END_SECONDS = 10.0
 SETTLE_SECONDS = OWN_FAILURE_SECONDS + 2.0
-"""How long a failure that may be a consequence waits for the reason of another pod, which may wait for its own failure first."""
+"""A failure that may be a consequence waits this long for another pod's reason. That pod may wait for its own
+failure first."""
 T = TypeVar("T")
 
 
 class MemberEndedError(Exception):
-    """Another pod of the group has ended. `own`: how this one failed before it was ended, if it did."""
+    """Another pod of the group has ended. `own`: this pod's failure before it was ended, if there was one."""
 
     def __init__(self, own: MmdError | None) -> None:
         super().__init__("another pod of the group has ended")
@@ -32,20 +35,25 @@ class MemberEndedError(Exception):
 
 
 class StuckError(Exception):
-    """Another pod of the group has ended, and a thread of this one cannot be."""
+    """Another pod of the group has ended, and a thread of this pod cannot be ended."""
 
 
 def join_seconds(pod: Pod) -> float:
-    """How long a pod waits for the others of its group. At least a minute: a deadline of the spec may be 0, to be told early."""
+    """Return how long a pod waits for the others of its group.
+
+    At least a minute: a deadline in the spec may be 0, for early reports.
+    """
     return max(pod.kv_spec.start_deadline_seconds, LEAST_JOIN_SECONDS)
 
 
 async def fetch_weights(pod: Pod) -> None:
-    """Bring what the ranks load to this pod. Before it joins: how long it takes differs from pod to pod, and ranks wait for one another
-    no longer than a rendezvous of NCCL lasts.
+    """Fetch the model and the adapters that the ranks load.
+
+    A pod does this before it joins. The time differs from pod to pod, and ranks wait for one another no
+    longer than a rendezvous of NCCL lasts.
 
     Raises:
-        UnsupportedModelError: the model or an adapter is not there.
+        UnsupportedModelError: the model or an adapter is not available.
     """
     await asyncio.to_thread(source.resolve, pod.spec.model, weights=True)
     for adapter in pod.spec.engine.adapters:
@@ -53,27 +61,28 @@ async def fetch_weights(pod: Pod) -> None:
 
 
 async def until_ended(work: Awaitable[T], ended: asyncio.Event) -> T:
-    """What `work`, which starts ranks in a thread, returns, unless another pod of the group ends first: these ranks are ended then.
+    """Return the result of `work`, which starts ranks in a thread. If another pod of the group ends first,
+    these ranks are ended.
 
     Raises:
         MemberEndedError: another pod has ended.
-        StuckError: another pod has ended, and the thread has not 10 s later.
+        StuckError: another pod has ended, and 10 s later the thread has not.
     """
-    doing, waiting = asyncio.ensure_future(work), asyncio.ensure_future(ended.wait())
+    work_future, end_future = asyncio.ensure_future(work), asyncio.ensure_future(ended.wait())
     try:
-        await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return await doing
-        await asyncio.wait({doing}, timeout=OWN_FAILURE_SECONDS)
-        alone = doing.done()
-        if not alone:
-            await _end_ranks(doing)
-        error = doing.exception()
-        # What it raises after its ranks were ended is a consequence, unless one of them had left a reason.
-        known = isinstance(error, MmdError) and (alone or weight(error.message) > 1)
-        raise MemberEndedError(error if known and isinstance(error, MmdError) else None)
+        await asyncio.wait({work_future, end_future}, return_when=asyncio.FIRST_COMPLETED)
+        if work_future.done():
+            return await work_future
+        await asyncio.wait({work_future}, timeout=OWN_FAILURE_SECONDS)
+        failed_by_itself = work_future.done()
+        if not failed_by_itself:
+            await _end_ranks(work_future)
+        error = work_future.exception()
+        # An error after its ranks were ended is a consequence, unless one of them had left a reason.
+        explained = isinstance(error, MmdError) and (failed_by_itself or weight(error.message) > 1)
+        raise MemberEndedError(error if explained and isinstance(error, MmdError) else None)
     finally:
-        waiting.cancel()
+        end_future.cancel()
 
 
 async def _end_ranks(starting: asyncio.Future[T]) -> None:
@@ -81,8 +90,6 @@ async def _end_ranks(starting: asyncio.Future[T]) -> None:
     while not starting.done():  # no thread can be cancelled, and this one may not have started its ranks yet
         if time.monotonic() > deadline:
             raise StuckError
-        for (
-            rank
-        ) in multiprocessing.active_children():  # which would wait for those of other pods for many minutes
-            rank.kill()
+        for rank in multiprocessing.active_children():
+            rank.kill()  # it would wait for ranks of other pods for many minutes
         await asyncio.wait({starting}, timeout=END_AGAIN_SECONDS)

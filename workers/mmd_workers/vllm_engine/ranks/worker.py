@@ -1,5 +1,8 @@
-"""vLLM's worker for this device, which takes the masks of a step where vLLM hands over those of its own grammars, and computes the log
-probabilities of prompts in the memory that there is."""
+"""vLLM's worker for this device, with our masks and prompt log probabilities.
+
+It gets the masks of a step in place of those of vLLM's own grammars, and computes log probabilities of
+prompts within the measured memory.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ else:
 
 
 class MaskedWorker(DeviceWorker):
-    """In the process that computes: the pod's, or a rank's."""
+    """vLLM's worker, in the process that computes: the pod's, or a rank's."""
 
     def init_device(self) -> None:
-        """Make what runs the model."""
+        """Initialize the device, and replace the model runner's log probabilities of prompts."""
         super().init_device()
         self.model_runner._get_prompt_logprobs_dict = partial(of_prompts, self.model_runner)
 
     def sample_tokens(self, grammar_output: StepMasks | None) -> Any:
-        """Sample the step's tokens, of those that its masks allow. vLLM gets none: it would apply them before it computes log
-        probabilities."""
+        """Sample the step's tokens among those that its masks allow.
+
+        vLLM itself gets no masks: it would apply them before it computes log probabilities.
+        """
         mask_next(self.model_runner.input_batch, grammar_output)
         return super().sample_tokens(None)

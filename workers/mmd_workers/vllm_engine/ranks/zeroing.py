@@ -1,6 +1,6 @@
-"""Has vLLM zero each block that it gives a sequence, which it otherwise does for some models alone.
+"""Makes vLLM zero each block that it gives to a sequence, which it otherwise does only for some models.
 
-Attention on CPUs reads behind the last token of a block, where the sequence before may have left KV that is not numbers.
+Attention on CPUs reads beyond the last token of a block, where an earlier sequence may have left KV that is not numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def zero_new_blocks() -> None:
-    """Turn it on in this process. Needed where vLLM schedules, and in each rank."""
+    """Enable zeroing in this process. Needed where vLLM schedules, and in each rank."""
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -22,7 +22,7 @@ def zero_new_blocks() -> None:
 
 
 def _zero_blocks(runner: Any, block_ids: list[int]) -> None:
-    """Of all layers: vLLM's own function for CPUs leaves out models whose layers differ in their heads."""
+    """Zero blocks in all layers. vLLM's own function for CPUs omits models whose layers differ in their heads."""
     layers = runner.compilation_config.static_forward_context.values()
     caches = [cache for layer in layers if torch.is_tensor(cache := getattr(layer, "kv_cache", None))]
     for cache in {cache.data_ptr(): cache for cache in caches if cache.numel()}.values():

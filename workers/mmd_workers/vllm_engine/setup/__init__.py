@@ -1,1 +1,1 @@
-"""What the spec means for vLLM, until its engine core is there: arguments, environment, weights, adapters."""
+"""Makes vLLM's engine core from the spec: arguments, environment, weights, adapters."""

@@ -1,4 +1,4 @@
-"""What the spec means for vLLM: its arguments."""
+"""Translates the spec into vLLM's arguments."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ CPU_BLOCK_TOKENS = 32  # blocks of vLLM's attention on CPUs are multiples of thi
 CPU_ACTIVATION_BYTES = 256 * MEBIBYTE
 RENDEZVOUS_SECONDS = 600  # NCCL's own limit
 LEAST_UTILIZATION = 0.01
-"""vLLM refuses to start when less than this share of a GPU is free, even when its KV pool has a fixed size; other pods may share the GPU."""
+"""vLLM refuses to start if less than this share of a GPU is free, even if its KV pool has a fixed size. Other
+pods may use the GPU too."""
 KV_DTYPES = {"Auto": "auto", "Fp8E4M3": "fp8_e4m3", "Fp8E5M2": "fp8_e5m2"}
 TORCH_KV_DTYPES = {"Fp8E4M3": "float8_e4m3fn", "Fp8E5M2": "float8_e5m2"}
 
 
 def block_tokens(wanted: int, device: torch.device) -> int:
-    """Tokens of a block: as the spec says, rounded up to what vLLM's attention takes on this device."""
+    """Return the tokens per block: the spec's number, rounded up to one that vLLM's attention accepts on this device."""
     return -(-wanted // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS if device.type == "cpu" else wanted
 
 
@@ -45,8 +46,10 @@ def engine_arguments(
     loras: Sequence[lora.Lora] = (),
     tower_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs` for this pod. `adapter`: of the architecture of the model in `folder`. `loras`: what
-    requests may ask for besides the model. `tower_bytes`: activations of a tower on the same device.
+    """Return keyword arguments of vLLM's `EngineArgs` for this pod.
+
+    `adapter`: the adapter of the architecture of the model in `folder`. `loras`: LoRA adapters that requests
+    may name. `tower_bytes`: activations of a tower on the same device.
 
     Raises:
         EngineSettingsError: vLLM refuses a setting of spec.engine.
@@ -57,17 +60,17 @@ def engine_arguments(
     settings, field = pod.vllm_spec, f"spec.engine.{pod.pool}"
     batched, eager, drafts = settings.max_num_batched_tokens, settings.enforce_eager, settings.speculative
     split = settings.ranks > 1
-    size = block_tokens(spec.decode.kv_block_tokens, device)
-    longest = source.resolve_max_model_len(spec.model, config)
+    kv_block_tokens = block_tokens(spec.decode.kv_block_tokens, device)
+    max_model_len = source.resolve_max_model_len(spec.model, config)
     tokens = batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences)
     dtype = source.resolve_dtype(spec.model, config)
     lora.check_dtype(loras, dtype, device)
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
     module = features.__name__
     row = feature_row_bytes(adapter, dtype)
-    most_rows, features_bytes = longest, 0
+    most_rows, features_bytes = max_model_len, 0
     if "prefill" in pod.roles:  # others get no features
-        most_rows = max(1, min(longest, pod.prefill_spec.feature_budget_mebibytes * MEBIBYTE // row))
+        most_rows = max(1, min(max_model_len, pod.prefill_spec.feature_budget_mebibytes * MEBIBYTE // row))
         features_bytes = most_rows * row
     return {
         **_patience(pod),
@@ -78,8 +81,8 @@ def engine_arguments(
         "load_format": weights.LOAD_FORMAT,
         "model_loader_extra_config": {weights.SUPPRESSED: list(adapter.placeholder_ids(vocabulary))},
         "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": longest,
-        "block_size": size,
+        "max_model_len": max_model_len,
+        "block_size": kv_block_tokens,
         "max_num_seqs": spec.decode.max_sequences,
         "max_num_batched_tokens": tokens,
         "enable_prefix_caching": pod.prefill_spec.prefix_cache,
@@ -92,7 +95,7 @@ def engine_arguments(
         "async_scheduling": False,  # KV may be read only after the step that computes it
         "distributed_executor_backend": "mp" if split else "uni",
         "worker_cls": qualified(rank_executor.Rank if split else worker.MaskedWorker),
-        "disable_hybrid_kv_cache_manager": True,  # one block table for all layers: what moves between pods
+        "disable_hybrid_kv_cache_manager": True,  # one block table for all layers, as KV moves between pods
         "limit_mm_per_prompt": dict.fromkeys(MODALITIES, 0),  # no tower: features come from encoders
         "enable_mm_embeds": True,
         "skip_mm_profiling": True,
@@ -110,23 +113,33 @@ def engine_arguments(
         },
         **lora.arguments(loras, device),
         **_group(pod),
-        **_memory(pod, folder, device, config, longest, size, lora_bytes, features_bytes, tower_bytes),
+        **_memory(
+            pod,
+            folder,
+            device,
+            config,
+            max_model_len,
+            kv_block_tokens,
+            lora_bytes,
+            features_bytes,
+            tower_bytes,
+        ),
     }
 
 
 def qualified(kind: type) -> str:
-    """The name by which vLLM finds a class, in whichever process."""
+    """Return the name by which vLLM finds a class in any process."""
     return f"{kind.__module__}.{kind.__name__}"
 
 
 def feature_row_bytes(adapter: Adapter, dtype: torch.dtype) -> int:
-    """Bytes of one token of a feature, with all that belongs to it."""
+    """Return the bytes of one token of a feature, all of its tensors included."""
     tensors = 1 + len(adapter.extra_names())
     return int(tensors * adapter.config.get_text_config().hidden_size * dtype.itemsize)
 
 
 def _group(pod: Pod) -> dict[str, Any]:
-    """Where the ranks of the other pods of a replica are, in vLLM's terms."""
+    """Return vLLM's arguments for the ranks in the other pods of a replica."""
     if (group := pod.settings.group) is None:
         return {}
     return {
@@ -138,7 +151,7 @@ def _group(pod: Pod) -> dict[str, Any]:
 
 
 def _patience(pod: Pod) -> dict[str, Any]:
-    """How long the ranks of several pods wait for one another, unless an argument of the spec says that."""
+    """Return how long the ranks of several pods wait for one another. An argument of the spec overrides it."""
     if pod.settings.group is None:
         return {}
     return {"distributed_timeout_seconds": max(pod.kv_spec.start_deadline_seconds, RENDEZVOUS_SECONDS)}
@@ -149,35 +162,36 @@ def _memory(
     folder: Path,
     device: torch.device,
     config: Any,
-    longest: int,
-    size: int,
+    max_model_len: int,
+    kv_block_tokens: int,
     lora_bytes: int,
     features_bytes: int,
     tower_bytes: int,
 ) -> dict[str, Any]:
-    """How much memory the KV pool of each rank takes: on a GPU vLLM measures what is left, without `features_bytes` of steps and without a
-    tower; on CPUs the ranks of a pod share the machine's, and features are in the half that is not divided.
+    """Return the memory of each rank's KV pool, as arguments for vLLM.
+
+    On a GPU vLLM measures the remaining memory, and `features_bytes` of steps and a tower are subtracted. On
+    CPUs the ranks of a pod share the machine's memory, and features are in the half that is not divided.
 
     Raises:
-        MemoryBudgetError: it does not hold one request of full length.
+        MemoryBudgetError: the pool does not hold one request of full length.
     """
     spec, pool = pod.spec, pod.kv_spec
     settings = pod.vllm_spec
     pods = pod.settings.group.size if pod.settings.group is not None else 1
-    parts = settings.ranks // pods
+    ranks_per_pod = settings.ranks // pods
     if device.type != "cpu":
         if pool.kv_cache_mebibytes:
             return {
-                "kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // parts,
+                "kv_cache_memory_bytes": pool.kv_cache_mebibytes * MEBIBYTE // ranks_per_pod,
                 "gpu_memory_utilization": LEAST_UTILIZATION,
             }
         percent = settings.gpu_memory_utilization_percent or memory.default_percent(device)
-        share = percent / 100 * pod.settings.memory_fraction
-        return {"gpu_memory_utilization": _without(share, device, features_bytes, tower_bytes)}
+        gpu_share = percent / 100 * pod.settings.memory_fraction
+        return {"gpu_memory_utilization": _without(gpu_share, device, features_bytes, tower_bytes)}
     text, dtype = config.get_text_config(), source.resolve_dtype(spec.model, config)
-    layers = -(
-        -int(text.num_hidden_layers) // pods
-    )  # a pod holds a share of the KV, whichever way it is divided
+    # A pod holds a share of the KV, whichever way it is divided.
+    layers = -(-int(text.num_hidden_layers) // pods)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_dtype = TORCH_KV_DTYPES.get(settings.kv_cache_dtype, str(dtype).removeprefix("torch."))
@@ -190,35 +204,36 @@ def _memory(
             pod,
             device,
             layout,
-            block_tokens=size,
-            max_model_len=longest,
-            activation_bytes=CPU_ACTIVATION_BYTES * parts,
-            weight_bytes=weight_bytes + lora_bytes * parts,
+            block_tokens=kv_block_tokens,
+            max_model_len=max_model_len,
+            activation_bytes=CPU_ACTIVATION_BYTES * ranks_per_pod,
+            weight_bytes=weight_bytes + lora_bytes * ranks_per_pod,
             tower_bytes=tower_bytes,
         )
     except MemoryBudgetError as error:
         if not lora_bytes:
             raise
-        mebibytes = lora_bytes * parts // MEBIBYTE
+        mebibytes = lora_bytes * ranks_per_pod // MEBIBYTE
         raise MemoryBudgetError(
             f"{error.message}; {mebibytes} MiB are for spec.engine.adapters: remove some, or use smaller ranks"
         ) from error
-    return {"kv_cache_memory_bytes": num_bytes // parts}
+    return {"kv_cache_memory_bytes": num_bytes // ranks_per_pod}
 
 
 def _without(share: float, device: torch.device, features_bytes: int, tower_bytes: int) -> float:
-    """A share of a GPU without what vLLM does not measure: features that steps hold, and a tower, whose weights are there already.
+    """Subtract from a share of a GPU what vLLM does not measure: features in steps, and a tower, whose
+    weights are already loaded.
 
     Raises:
-        MemoryBudgetError: nothing is left.
+        MemoryBudgetError: nothing remains.
     """
-    total = int(current_platform.get_device_total_memory(device.index or 0))  # CUDA would take memory to tell
+    total = int(current_platform.get_device_total_memory(device.index or 0))  # asking CUDA would take memory
     tower = tower_bytes + torch.cuda.memory_reserved(device)
-    left: float = share - (features_bytes + tower) / total
-    if left < LEAST_UTILIZATION:
+    remaining_share: float = share - (features_bytes + tower) / total
+    if remaining_share < LEAST_UTILIZATION:
         raise MemoryBudgetError(
             f"spec.engine: of the {share * total / MEBIBYTE:.0f} MiB of the GPU that this pod may use, features take "
             f"{features_bytes // MEBIBYTE} MiB and a tower {tower // MEBIBYTE} MiB; lower spec.prefill.featureBudgetMebibytes or the limits of "
             "spec.gateway.media, add an encoder pool (spec.encoder), or give the pod more memory"
         )
-    return left
+    return remaining_share

@@ -1,4 +1,5 @@
-"""Checks a spec.engine from standard input with vLLM, and prints what it refuses as a JSON list: for programs of another environment."""
+"""Checks a spec.engine from standard input with vLLM, and prints the faults as a JSON list. Used by programs
+in other environments."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from mmd_workers.vllm_engine.setup.environment import prepare_environment
 
 
 def main() -> None:
-    """Read, check, print."""
+    """Read the spec, check it, and print the faults."""
     prepare_environment()
     from mmd_workers.vllm_engine.setup import extra_arguments, lora
 

@@ -1,4 +1,4 @@
-"""`extraArgs`, and vLLM's names in the spec, as vLLM itself takes or refuses them."""
+"""Checks `extraArgs`, and vLLM's names in the spec, with vLLM itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from mmd_api.contract.errors import EngineSettingsError
 from mmd_api.spec.engine import EngineSpec
 
-OF_PYDANTIC = re.compile(
-    r"\[type=.*\]|For further information visit \S+"
-)  # where its messages repeat the value
+OF_PYDANTIC = re.compile(r"\[type=.*\]|For further information visit \S+")
+"""Parts of pydantic's messages that repeat the value."""
 
 
 class _Parser(FlexibleArgumentParser):
@@ -25,10 +24,11 @@ class _Parser(FlexibleArgumentParser):
 
 
 def parsed(arguments: Sequence[str], field: str) -> dict[str, Any]:
-    """Keyword arguments of `EngineArgs` for command line arguments, without those that have their defaults. `field`: where they stand.
+    """Return keyword arguments of `EngineArgs` for command line arguments, without defaults. `field`: their
+    field in the spec.
 
     Raises:
-        EngineSettingsError: vLLM's parser refuses one; names it and gives the reason.
+        EngineSettingsError: vLLM's parser refuses an argument; the message names it and has the reason.
     """
     for refusal in refused(arguments, field):
         raise EngineSettingsError(refusal)
@@ -36,22 +36,22 @@ def parsed(arguments: Sequence[str], field: str) -> dict[str, Any]:
 
 
 def refused(arguments: Sequence[str], field: str) -> list[str]:
-    """What vLLM's parser refuses: field, problem and remedy, for each argument alone, or else for all together."""
-    found = [
+    """List what vLLM's parser refuses, with field, problem and remedy: single arguments, or otherwise all together."""
+    refusals = [
         f"{field}.extraArgs[{number}]: {problem}"
         for number, argument in enumerate(arguments)
         if (problem := _problem([argument]) or _repeated(argument, arguments[:number]))
     ]
-    if not found and (problem := _problem(arguments)):
-        found.append(f"{field}.extraArgs: {problem}")
-    return found
+    if not refusals and (problem := _problem(arguments)):
+        refusals.append(f"{field}.extraArgs: {problem}")
+    return refusals
 
 
 def checked_quantization(method: str | None, field: str) -> str | None:
-    """The method, if vLLM has it.
+    """Return the method, if vLLM has it.
 
     Raises:
-        EngineSettingsError: it does not.
+        EngineSettingsError: vLLM does not have the method.
     """
     if method is None or method in QUANTIZATION_METHODS:
         return method
@@ -71,9 +71,9 @@ def _problem(arguments: Sequence[str]) -> str:
     return ""
 
 
-def _repeated(argument: str, before: Sequence[str]) -> str:
-    """Of two values vLLM would take the last one."""
-    if _plain(argument) not in map(_plain, before):
+def _repeated(argument: str, earlier_arguments: Sequence[str]) -> str:
+    """Return the problem of an argument that is given twice; vLLM would use the last value."""
+    if _plain(argument) not in map(_plain, earlier_arguments):
         return ""
     return f"{_name(argument)} is given more than once; keep one"
 
@@ -88,12 +88,12 @@ def _plain(argument: str) -> str:
 
 def _given(arguments: Sequence[str]) -> dict[str, Any]:
     parser = EngineArgs.add_cli_args(_Parser(allow_abbrev=False))
-    defaults, found = vars(parser.parse_args([])), vars(parser.parse_args(list(arguments)))
-    return {name: value for name, value in found.items() if value != defaults[name]}
+    defaults, parsed_values = vars(parser.parse_args([])), vars(parser.parse_args(list(arguments)))
+    return {name: value for name, value in parsed_values.items() if value != defaults[name]}
 
 
 def faults(engine: EngineSpec) -> Iterator[str]:
-    """What vLLM refuses in a spec: field, problem and remedy."""
+    """Yield what vLLM refuses in a spec, with field, problem and remedy."""
     for name, settings in (("prefill", engine.prefill), ("decode", engine.decode)):
         if settings is None:
             continue

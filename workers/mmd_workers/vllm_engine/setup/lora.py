@@ -1,7 +1,8 @@
-"""LoRA adapters in vLLM: the settings and the memory that they need, and how they are loaded.
+"""LoRA adapters in vLLM: required settings and memory, and loading.
 
-vLLM leaves out what it finds no place for: an adapter of another architecture would answer as the model alone. So each tensor is
-checked before vLLM takes it. An adapter changes linear layers of the language model and nothing else, and features are the same with all.
+vLLM ignores tensors that do not match the model: an adapter of another architecture would answer as the model
+alone. So each tensor is checked before vLLM loads it. An adapter changes only linear layers of the language
+model; features are the same with every adapter.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """An adapter whose configuration vLLM takes. `rank`: the largest of its layers."""
+    """An adapter with a configuration that vLLM accepts. `rank`: the largest rank of its layers."""
 
     name: str
     folder: Path
@@ -45,17 +46,17 @@ class Lora:
 
 
 def found(specs: Sequence[AdapterSpec]) -> list[Lora]:
-    """The adapters of a spec, fetched where they come from the hub.
+    """Return the adapters of a spec, fetched from the hub if they come from there.
 
     Raises:
-        UnsupportedModelError: one is not there.
-        EngineSettingsError: one is of a kind that vLLM does not serve; the message has vLLM's words.
+        UnsupportedModelError: an adapter is not available.
+        EngineSettingsError: vLLM does not serve this kind of adapter; the message has vLLM's text.
     """
     return [_read(spec.name, source.resolve_adapter(spec, weights=True)) for spec in specs]
 
 
 def faults(engine: EngineSpec) -> Iterator[str]:
-    """What vLLM refuses of the adapters of a spec whose folders are on this machine: field, problem and remedy."""
+    """Yield what vLLM refuses of a spec's adapters in folders on this machine, with field, problem and remedy."""
     for spec in engine.adapters:
         if Path(spec.id).is_dir():
             try:
@@ -87,15 +88,15 @@ def _refusal(name: str, error: Exception) -> EngineSettingsError:
 
 
 def _served_rank(rank: int) -> int:
-    """vLLM has room for a few ranks only: the next one."""
+    """Return the smallest rank that vLLM serves and that is not below `rank`. vLLM serves only a few ranks."""
     ranks = get_args(MaxLoRARanks)
     if rank > max(ranks):
         raise ValueError(f"its rank is {rank}, and the largest is {max(ranks)}")
-    return min(int(one) for one in ranks if one >= rank)
+    return min(int(served) for served in ranks if served >= rank)
 
 
 def check_architecture(model: ModelConfig) -> None:
-    """Before its weights are read.
+    """Check that vLLM has adapters for a model's architecture, before the weights are read.
 
     Raises:
         EngineSettingsError: vLLM has no adapters for it.
@@ -108,16 +109,18 @@ def check_architecture(model: ModelConfig) -> None:
 
 
 def _slots(loras: Sequence[Lora], device: torch.device) -> int:
-    """One for each, so that any of them may share a step. On CPUs vLLM computes a request without an adapter with the last slot, which
-    therefore stays empty."""
+    """Return the number of slots: one per adapter, so that any of them may share a step.
+
+    On CPUs vLLM computes a request without an adapter with the last slot, so one more stays empty.
+    """
     return len(loras) + (device.type == "cpu")
 
 
 def check_dtype(loras: Sequence[Lora], dtype: torch.dtype, device: torch.device) -> None:
-    """Before the weights are read.
+    """Check the data type for adapters, before the weights are read.
 
     Raises:
-        EngineSettingsError: vLLM's kernels for adapters do not take it on this device.
+        EngineSettingsError: vLLM's kernels for adapters do not support it on this device.
     """
     if loras and device.type != "cpu" and dtype == torch.float32:
         raise EngineSettingsError(
@@ -127,7 +130,7 @@ def check_dtype(loras: Sequence[Lora], dtype: torch.dtype, device: torch.device)
 
 
 def arguments(loras: Sequence[Lora], device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs` for these adapters."""
+    """Return keyword arguments of vLLM's `EngineArgs` for these adapters."""
     if not loras:
         return {}
     slots = _slots(loras, device)
@@ -136,33 +139,36 @@ def arguments(loras: Sequence[Lora], device: torch.device) -> dict[str, Any]:
 
 
 def memory_bytes(loras: Sequence[Lora], model: Path, device: torch.device, itemsize: int, tokens: int) -> int:
-    """What these adapters take beside the model's weights, at most: their slots in every linear layer, their own weights, and in a step
-    of `tokens` on CPUs a copy of a layer's slot for each token, once as it is and once in float32."""
+    """Return the most memory that these adapters take beside the model's weights.
+
+    It covers their slots in every linear layer and their own weights. On CPUs a step of `tokens` also copies
+    a layer's slot for each token, once unchanged and once in float32.
+    """
     if not loras:
         return 0
     rank = max(_served_rank(lora.rank) for lora in loras)
     shapes = _matrices(model)
     slots = _slots(loras, device) * rank * sum(rows + columns for rows, columns in shapes)
     widest = max((columns for _, columns in shapes), default=0)
-    own = sum((lora.folder / source.ADAPTER_WEIGHTS).stat().st_size for lora in loras)
+    file_bytes = sum((lora.folder / source.ADAPTER_WEIGHTS).stat().st_size for lora in loras)
     copies = tokens * rank * widest * (itemsize + FLOAT32_BYTES if itemsize != FLOAT32_BYTES else itemsize)
-    return slots * itemsize + copies + own
+    return slots * itemsize + copies + file_bytes
 
 
 def _matrices(folder: Path) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+    matrices: list[tuple[int, int]] = []
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
-        found += [(shape[0], shape[1]) for shape in shapes if len(shape) == 2]
-    return found
+        matrices += [(shape[0], shape[1]) for shape in shapes if len(shape) == 2]
+    return matrices
 
 
 def load(core: EngineCore, loras: Sequence[Lora]) -> dict[str, LoRARequest]:
-    """Load adapters into an engine, on all of its ranks. Returns what a request with each of them carries, by name.
+    """Load adapters into an engine, on all of its ranks. Returns vLLM's LoRA request of each adapter, by name.
 
     Raises:
-        EngineSettingsError: one does not fit the model; the message names its first tensor that does not, or has vLLM's words.
+        EngineSettingsError: an adapter does not fit the model; the message names the first tensor at fault, or has vLLM's text.
     """
     requests: dict[str, LoRARequest] = {}
     for number, lora in enumerate(loras, 1):
@@ -176,14 +182,14 @@ def load(core: EngineCore, loras: Sequence[Lora]) -> dict[str, LoRARequest]:
 
 
 def _take(worker: Any, request: LoRARequest) -> None:
-    """On a rank: load an adapter that fits the model."""
+    """Load an adapter on a rank, if it fits the model."""
     manager = worker.model_runner.lora_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     renamed = mapper.get_rename_mapper() if mapper is not None else None
     layers = _layers(manager)
     config = PEFTHelper.from_local_dir(request.lora_path, None)
-    halves: dict[str, dict[bool, int]] = {}  # of a layer: the rank of A and of B
-    ranks: dict[str, int] = {}  # of a layer, by the configuration
+    halves: dict[str, dict[bool, int]] = {}  # by layer, rank of A (True) and of B (False)
+    ranks: dict[str, int] = {}  # by layer, rank in the configuration
     with safe_open(Path(request.lora_path) / source.ADAPTER_WEIGHTS, framework="pt") as tensors:
         for name in sorted(tensors.keys()):
             module, is_a = parse_fine_tuned_lora_name(name, renamed)
@@ -207,29 +213,33 @@ def _take(worker: Any, request: LoRARequest) -> None:
 
 
 def _module_of(tensor: str) -> str:
-    """What PEFT calls the layer of a tensor, which the patterns of a configuration match."""
+    """Return PEFT's name of a tensor's layer, which the patterns of a configuration match."""
     return tensor.removeprefix("base_model.model.").rpartition(".lora_")[0]
 
 
 def _check_halves(halves: Mapping[str, Mapping[bool, int]], ranks: Mapping[str, int]) -> None:
-    """A layer with one half would answer as the model alone, and one of another rank than its configuration's would be scaled wrongly.
-    A rank of 0 is not told."""
+    """Check that each layer has both halves, with the rank of its configuration. A rank of 0 is unknown.
+
+    A layer with one half would answer as the model alone, and one of another rank would be scaled wrongly.
+    """
     if not halves:
         raise ValueError("it has no tensors")
-    for module, found in halves.items():
-        if len(found) < 2:
-            raise ValueError(f"of {module} it has lora_{'A' if True in found else 'B'} alone")
-        told = {rank for rank in found.values() if rank}
-        if told and told != {ranks[module]}:
+    for module, layer_ranks in halves.items():
+        if len(layer_ranks) < 2:
+            raise ValueError(f"of {module} it has lora_{'A' if True in layer_ranks else 'B'} alone")
+        known_ranks = {rank for rank in layer_ranks.values() if rank}
+        if known_ranks and known_ranks != {ranks[module]}:
             raise ValueError(
-                f"the ranks of its tensors of {module} are {found[True]} and {found[False]}, and its configuration has {ranks[module]} there"
+                f"the ranks of its tensors of {module} are {layer_ranks[True]} and {layer_ranks[False]}, and its configuration has {ranks[module]} there"
             )
 
 
 def _layers(manager: Any) -> dict[str, tuple[int | None, int | None]]:
-    """Inputs and outputs of the layers that adapters can change, by vLLM's names, those that it joins into one by their own. None: not
-    told, as of experts."""
-    found: dict[str, tuple[int | None, int | None]] = {}
+    """Return inputs and outputs of the layers that adapters can change, by vLLM's names.
+
+    Layers that vLLM joins into one also have their own names. None: unknown, as for experts.
+    """
+    sizes_by_name: dict[str, tuple[int | None, int | None]] = {}
     for name, module in manager.modules.items():
         base = getattr(module, "base_layer", None)
         inputs, outputs = getattr(base, "input_size", None), getattr(base, "output_size", None)
@@ -237,13 +247,16 @@ def _layers(manager: Any) -> dict[str, tuple[int | None, int | None]]:
         sizes: list[int | None] = [*_outputs(base)]
         if len(sizes) != len(parts):
             sizes = [None] * len(parts)
-        found |= {part: (inputs, size) for part, size in zip(parts, sizes, strict=True)}
-        found[name] = (inputs, outputs)
-    return found
+        sizes_by_name |= {part: (inputs, size) for part, size in zip(parts, sizes, strict=True)}
+        sizes_by_name[name] = (inputs, outputs)
+    return sizes_by_name
 
 
 def _outputs(layer: Any) -> list[int]:
-    """Of the layers that this one joins. Where there are fewer heads of keys and values than ranks, vLLM counts copies of them."""
+    """Return the output sizes of the layers that this one joins.
+
+    If there are fewer heads of keys and values than ranks, vLLM's own sizes include copies of them.
+    """
     if isinstance(layer, QKVParallelLinear):
         keys, values = layer.head_size, layer.v_head_size
         heads, shared = layer.total_num_heads, layer.total_num_kv_heads

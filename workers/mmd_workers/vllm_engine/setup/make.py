@@ -1,4 +1,4 @@
-"""Makes vLLM's engine core for a pod, or, for one that follows the leader of its group, the ranks alone."""
+"""Makes vLLM's engine core for a pod, or only the ranks for a pod that follows its group's leader."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ from mmd_workers.vllm_engine.structured import grammars_of
 def make_core(
     pod: Pod, device: torch.device, rank_lost: rank_executor.RankLost = lambda _: None, tower_bytes: int = 0
 ) -> VllmCore:
-    """Load the model's weights, without its towers, and make the KV pool. `rank_lost`: called, from any thread, when the process of
-    a rank has ended: with which one, and how. `tower_bytes`: activations of a tower on the same device.
+    """Load the model's weights, without its towers, and make the KV pool.
+
+    `rank_lost`: called from any thread when the process of a rank has ended, with a text that says which and
+    how. `tower_bytes`: activations of a tower on the same device.
 
     Raises:
         EngineSettingsError: vLLM refuses a setting of spec.engine, or an adapter.
         MemoryBudgetError: the pool does not hold one request of full length.
-        UnsupportedModelError: an adapter is not there.
-        Exception: vLLM cannot serve this model, or not here.
+        UnsupportedModelError: an adapter is not available.
+        Exception: vLLM cannot serve this model, or not on this machine.
     """
     spec, threads = pod.spec, pod.settings.compute_threads
     set_num_threads(threads)
-    what = _Prepared.of(pod, device, tower_bytes)
-    config, arguments = what.adapter.config, what.arguments
+    prepared = _Prepared.of(pod, device, tower_bytes)
+    config, arguments = prepared.adapter.config, prepared.arguments
     with rank_executor.starting(arguments, threads, rank_lost) as make_executor:
         core = EngineCore(arguments, make_executor, log_stats=True)
-        lora_requests = lora.load(core, what.loras)
+        lora_requests = lora.load(core, prepared.loras)
     builder = RequestBuilder(
-        source.eos_token_ids(what.folder, config),
+        source.eos_token_ids(prepared.folder, config),
         core.request_block_hasher,
         getattr(config, "vision_start_token_id", None) if config.model_type in FRAMES else None,
         drafts=arguments.speculative_config is not None,
@@ -60,10 +62,10 @@ def make_core(
         core,
         shelf_of(pod.settings.incarnation),
         builder,
-        grammars_of(what.folder),
+        grammars_of(prepared.folder),
         _kv(core, device_of_kv(pod, device)) if pod.spec.prefill is not None else None,
         spec.decode.kv_block_tokens,
-        feature_row_bytes(what.adapter, arguments.model_config.dtype),
+        feature_row_bytes(prepared.adapter, arguments.model_config.dtype),
         threads,
     )
 
@@ -76,19 +78,18 @@ def _kv(core: EngineCore, device: torch.device) -> Kv:
 
 
 def make_ranks(pod: Pod, device: torch.device, rank_lost: rank_executor.RankLost) -> Executor:
-    """Load this pod's part of the weights, in ranks that do what the leader's engine core wants. `rank_lost`: as above.
+    """Load this pod's part of the weights, in ranks that take commands from the leader's engine core.
 
-    Raises:
-        Exception: as above.
+    `rank_lost` and exceptions: as in `make_core`.
     """
-    arguments = _Prepared.of(pod, device).arguments  # the leader has each rank load the adapters
+    arguments = _Prepared.of(pod, device).arguments  # the leader makes each rank load the adapters
     with rank_executor.starting(arguments, pod.settings.compute_threads, rank_lost) as make_executor:
         return make_executor(arguments)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a pod loads, and how."""
+    """Model and adapters that a pod loads, with vLLM's configuration."""
 
     folder: Path
     adapter: Adapter
@@ -97,7 +98,7 @@ class _Prepared:
 
     @classmethod
     def of(cls, pod: Pod, device: torch.device, tower_bytes: int = 0) -> _Prepared:
-        """Find the weights, and have vLLM check its settings."""
+        """Find the weights, and let vLLM check its settings."""
         folder = source.resolve(pod.spec.model, weights=True)
         adapter = adapter_for(source.load_config(folder))
         loras = lora.found(pod.spec.engine.adapters)
@@ -115,7 +116,7 @@ def _configured(
     settings = pod.settings
     arguments = engine_arguments(pod, folder, adapter, device, settings.incarnation, loras, tower_bytes)
     if settings.group is not None:
-        os.environ["VLLM_HOST_IP"] = settings.pod_ip  # where the ranks of other pods reach those of this one
+        os.environ["VLLM_HOST_IP"] = settings.pod_ip  # where ranks of other pods reach those of this pod
     headless = settings.group is not None and settings.group.rank > 0
     config = EngineArgs(**arguments).create_engine_config(headless=headless)
     if loras:
