@@ -1,8 +1,9 @@
-"""The table of drills, `ci/drills.toml`: which test belongs to which, and which of them a gate runs too.
+"""Reads the table of drills, `ci/drills.toml`: which tests each drill has, and which drills a gate runs.
 
-A gate runs the drills whose own files the last commit changes, as far as their budgets together fit into `MINUTES` and none of their tests
-waits for repair (`until`); the others it names. With them goes one of the rotation, if it fits: the commit chooses it, so that a second run
-of a commit runs the same one.
+A gate runs the drills whose own files the last commit changes, as long as their budgets fit into `MINUTES`
+together and none of their tests awaits repair (`until`). It names the drills it leaves out. It also runs one
+drill of the rotation if that fits. The commit selects this drill, so that a second run of the commit runs the
+same one.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ ROOT = Path(__file__).resolve().parents[1]
 DRILLS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "ci" / "drills.toml").read_text())
 ROTATION = tuple(name for name, row in DRILLS.items() if row.get("rotation"))
 BASE = "MMD_CI_BASE"
-"""Environment variable: the commit since which changes count, instead of the one before the last."""
+"""Environment variable that names the commit to compare with. The default is HEAD's parent."""
 
 MINUTES = 15.0
 
 
-def _is_of(node_id: str, test: str) -> bool:
-    """Whether a test is the one named, or of the module named; a name that ends within its parameters has those that begin so."""
-    return node_id == test or node_id.startswith(test if "[" in test else (f"{test}::", f"{test}["))
+def _is_of(node_id: str, entry: str) -> bool:
+    """Whether an entry of the table covers a test.
+
+    An entry names a test, with all its parameters, or a module. An entry that ends inside the parameters
+    (`[`) is the beginning of a node id.
+    """
+    return node_id == entry or node_id.startswith(entry if "[" in entry else (f"{entry}::", f"{entry}["))
 
 
 def drill_of(node_id: str) -> str:
-    """The drill that a test belongs to, or nothing."""
+    """Return the drill that a test belongs to, or an empty string."""
     for name, row in DRILLS.items():
         if node_id in row.get("keep", ()):
             return ""
@@ -40,7 +45,7 @@ def drill_of(node_id: str) -> str:
 
 
 def stale(node_ids: Collection[str]) -> list[str]:
-    """What the table says of single tests and none of all tests of the same module is."""
+    """Return the entries for single tests that match no test, although their module is in `node_ids`."""
     modules = {node_id.partition("::")[0] for node_id in node_ids}
     named = [
         test
@@ -56,7 +61,7 @@ def stale(node_ids: Collection[str]) -> list[str]:
 
 
 def own_paths(name: str) -> set[str]:
-    """Files and folders whose change selects a drill: the modules of its tests, and what it `owns`."""
+    """Files and folders whose change selects a drill: its test modules, and the paths it `owns`."""
     row = DRILLS[name]
     return {test.partition("::")[0] for test in row.get("tests", ())} | set(row.get("owns", ()))
 
@@ -67,20 +72,24 @@ def drills_of_changes(paths: Iterable[str]) -> list[str]:
     return [
         name
         for name in DRILLS
-        if any(path == own or path.startswith(f"{own}/") for own in own_paths(name) for path in changed)
+        if any(path == owned or path.startswith(f"{owned}/") for owned in own_paths(name) for path in changed)
     ]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The drills of a gate, and what its summary says of those that it leaves out."""
+    """The drills that a gate runs, and notes for its summary about those it leaves out."""
 
     run: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
 def choose(commit: str, paths: Iterable[str] | None) -> Choice:
-    """The drills of a gate for a commit (hexadecimal, or empty where there is no git) and the paths that it changes, if that is known."""
+    """Choose the drills of a gate.
+
+    `commit`: hexadecimal, or empty without git. `paths`: the paths that the commit changes, or None if they
+    are unknown.
+    """
     run: list[str] = []
     notes = []
     if paths is None:
@@ -90,9 +99,9 @@ def choose(commit: str, paths: Iterable[str] | None) -> Choice:
             run.append(name)
         else:
             notes.append(f"NOT RUN: drill-{name}, whose files changed; run 'make drill-{name}'")
-    of_commit = ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]
-    if of_commit not in run and _minutes([*run, of_commit]) <= MINUTES:
-        run.append(of_commit)
+    rotation_drill = ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]
+    if rotation_drill not in run and _minutes([*run, rotation_drill]) <= MINUTES:
+        run.append(rotation_drill)
     return Choice(tuple(run), tuple(notes))
 
 
@@ -101,7 +110,7 @@ def _minutes(names: Iterable[str]) -> float:
 
 
 def git(*arguments: str, root: Path = ROOT) -> str | None:
-    """What a command of git prints, or nothing where it fails or there is no git."""
+    """Run a git command and return its output, or None if it fails or there is no git."""
     command = ["git", "-C", str(root), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -110,15 +119,17 @@ def git(*arguments: str, root: Path = ROOT) -> str | None:
 
 
 def head(root: Path = ROOT) -> str:
-    """The commit that is checked out; empty where there is no git."""
+    """Return the commit that is checked out, or an empty string without git."""
     return (git("rev-parse", "--verify", "HEAD", root=root) or "").strip()
 
 
 def changed(root: Path = ROOT) -> list[str] | None:
-    """Paths that differ from the commit that `MMD_CI_BASE` names, or the one before the last; nothing where that cannot be told.
+    """Return the paths that differ from the commit in `MMD_CI_BASE`, by default from HEAD's parent.
+
+    Returns None if that is unknown.
 
     Raises:
-        SystemExit: there is no commit of the name in `MMD_CI_BASE`.
+        SystemExit: `MMD_CI_BASE` names no commit.
     """
     base = os.environ.get(BASE)
     names = git("diff", "--name-only", "--no-renames", "-z", base or "HEAD^", root=root)
@@ -128,5 +139,5 @@ def changed(root: Path = ROOT) -> list[str] | None:
 
 
 def chosen() -> Choice:
-    """The drills of a gate for what is checked out, edits that are not committed included."""
+    """Choose the drills of a gate for the working tree, uncommitted edits included."""
     return choose(head(), changed())

@@ -1,8 +1,11 @@
-"""The rules of the house that ruff, mypy and import-linter do not know. `python -m ci.house` prints what breaks them, and exits 1.
+"""Checks the rules of the house that ruff, mypy and import-linter do not know.
+
+`python -m ci.house` prints every violation, and exits with 1 if there is one.
 
 - A folder has at most 20 modules, and a package no file name more than twice.
 - No comment begins as a genitive, and no docstring's first sentence has more than 25 words.
-- No constructor takes more than eight arguments, except those of `ci/long_constructors.txt`, a list that only shrinks.
+- No constructor takes more than eight arguments, except those of `ci/long_constructors.txt`, a list that only
+  shrinks.
 """
 
 from __future__ import annotations
@@ -47,14 +50,14 @@ def crowded_folders(paths: list[Path]) -> Iterator[str]:
 
 
 def namesakes(paths: list[Path]) -> Iterator[str]:
-    """File names that stand too often in one package."""
+    """File names that occur too often in one package."""
     by_name: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         if not path.name.startswith("__"):
             by_name[path.name].append(path)
-    for name, those in by_name.items():
-        if len(those) > MOST_NAMESAKES:
-            yield f"{name}: {', '.join(str(path.parent) for path in those)}; name each after what it has"
+    for name, same_named in by_name.items():
+        if len(same_named) > MOST_NAMESAKES:
+            yield f"{name}: {', '.join(str(path.parent) for path in same_named)}; name each after what it has"
 
 
 def first_sentence(docstring: str) -> str:
@@ -64,7 +67,7 @@ def first_sentence(docstring: str) -> str:
 
 
 def long_sentences(path: Path, tree: ast.Module) -> Iterator[str]:
-    """Docstrings whose first sentence is too long to be read once."""
+    """Docstrings whose first sentence is too long."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
@@ -75,14 +78,14 @@ def long_sentences(path: Path, tree: ast.Module) -> Iterator[str]:
 
 
 def genitives(path: Path, text: str) -> Iterator[str]:
-    """Comments that only qualify what they stand beside."""
+    """Comments that begin as a genitive."""
     for number, line in enumerate(text.splitlines(), 1):
         if GENITIVE.search(line):
             yield f"{path}:{number}: the comment is a genitive; write a sentence, or put it into the name"
 
 
 def constructors(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Classes and how many arguments their constructors take, without `self`."""
+    """Classes, and the number of arguments of their constructors without `self`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -94,35 +97,35 @@ def constructors(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def faults(root: Path = ROOT) -> list[str]:
-    """Everything that breaks the rules."""
+    """All violations of the rules."""
     allowed = set(LONG_CONSTRUCTORS.read_text().split()) if LONG_CONSTRUCTORS.exists() else set()
-    found: list[str] = []
+    violations: list[str] = []
     long: set[str] = set()
     for package in PACKAGES:
         paths = modules(root, package)
         short = [path.relative_to(root) for path in paths]
-        found += [*crowded_folders(short), *namesakes(short)]
+        violations += [*crowded_folders(short), *namesakes(short)]
         for path in short:
             text = (root / path).read_text()
             tree = ast.parse(text)
-            found += [*long_sentences(path, tree), *genitives(path, text)]
+            violations += [*long_sentences(path, tree), *genitives(path, text)]
             long |= {name for name, number in constructors(path, tree) if number > MOST_ARGUMENTS}
-    found += [
+    violations += [
         f"{name}: more than {MOST_ARGUMENTS} arguments; join those that belong together"
         for name in sorted(long - allowed)
     ]
-    found += [
+    violations += [
         f"{name}: no longer too long; remove it from {LONG_CONSTRUCTORS.name}"
         for name in sorted(allowed - long)
     ]
-    return found
+    return violations
 
 
 def main() -> int:
-    """Print what breaks the rules."""
-    found = faults()
-    print("\n".join(found) or "the house keeps its rules")
-    return int(bool(found))
+    """Print all violations of the rules."""
+    violations = faults()
+    print("\n".join(violations) or "the house keeps its rules")
+    return int(bool(violations))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The legs of `make test` and of the gate: their commands, budgets and cores. Nothing here knows how legs are run."""
+"""Defines the legs of `make test` and of the gate: their commands, budgets and cores.
+
+Independent of how they run.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ PYTEST = ("-m", "pytest", "--quiet", "--no-header", "--disable-warnings", "-p", 
 KUBERNETES = 'test -x "$KUBEBUILDER_ASSETS/kube-apiserver" || test -x .cache/kubernetes/kube || sh e2e/kubernetes/build.sh .cache/kubernetes/kube'
 
 CORES = 2
-"""Of the machine that the gate is planned for."""
+"""Number of cores of the machine that the gate is planned for."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One command with a log of its own.
+    """One command with its own log.
 
-    A leg over its budget is reported, one over twice its budget is ended with the stacks of its processes. `cores`: about how many it
-    keeps busy; it runs beside others as long as they need no more than `CORES` together.
+    A leg over its budget is reported. A leg over twice its budget is ended, with the stacks of its processes.
+    `cores`: roughly how many it keeps busy; legs run side by side as long as they need at most `CORES`
+    together.
     """
 
     name: str
@@ -33,12 +37,12 @@ class Leg:
 
     @property
     def end_signal(self) -> signal.Signals:
-        """What ends it: tests print their stacks, other programs remove what they have made."""
+        """Signal that ends the leg. Tests then print their stacks; other programs clean up."""
         return signal.SIGABRT if self.is_pytest else signal.SIGTERM
 
     @property
     def end_seconds(self) -> float:
-        """Its time to do so."""
+        """Time that the leg has to end after `end_signal`."""
         return 20.0 if self.is_pytest else 60.0
 
 
@@ -72,13 +76,13 @@ TEST = (
     ),
 )
 QUICK = units("quick", 20, "not drill and not deployment and not processes")
-"""Those that start no worker, gateway or operator as a process of its own."""
+"""Unit tests that start no worker, gateway or operator as a separate process."""
 
 LINT = Leg("lint", ("make", "lint"), 3, cores=1)
 VLLM = Leg("vllm", ("make", "vllm"), 5, cores=1)
 DEMO = Leg("demo", ("make", "demo"), 3, cores=1)
 
-#: What the words of the command line stand for.
+#: Legs by the word that names them on the command line.
 SUITES: dict[str, tuple[Leg, ...]] = {
     "check": (LINT, KUBERNETES_BUILD, QUICK),
     "test": TEST,

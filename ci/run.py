@@ -1,10 +1,11 @@
-"""Runs legs of the tests, beside one another as far as the cores reach, whatever fails, and ends with a summary that names every failure.
+"""Runs test legs side by side as far as the cores allow, and ends with a summary that names every failure.
 
-Use: `python -m ci.run gate`, `python -m ci.run test`, `python -m ci.run unit apiserver`, `python -m ci.run drills`,
-`python -m ci.run drill-NAME`. Each leg has a log and the outcomes of its tests in `.cache/ci`. Exit status 1 if anything failed.
+A failed leg stops no other. Use: `python -m ci.run gate`, `python -m ci.run test`,
+`python -m ci.run unit apiserver`, `python -m ci.run drills`, `python -m ci.run drill-NAME`. Each leg writes a
+log and the outcomes of its tests to `.cache/ci`. The exit status is 1 if anything failed.
 
-Tests that failed beside others and start programs of their own run once more, alone: one that then passes is reported as FLAKY.
-`gate` ends with the drills that `ci.drills` chooses for the commit.
+Tests that start programs of their own and failed beside others run once more, alone. A test that then passes
+is reported as FLAKY. `gate` ends with the drills that `ci.drills` chooses for the commit.
 """
 
 from __future__ import annotations
@@ -30,26 +31,32 @@ from ci.legs import CORES, PYTEST, PYTHON, SUITES, VLLM_PYTHON, Leg, pytest_leg
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache" / "ci"
 KNOWN_FLAKY = frozenset(tomllib.loads((ROOT / "ci" / "flaky.toml").read_text()))
-"""Tests that are known to fail by chance until they are repaired: their second chance does not count against `MAX_FLAKY`."""
+"""Tests known to fail by chance until they are repaired.
+
+Their second run does not count against `MAX_FLAKY`.
+"""
 
 MOST_MINUTES = 80.0
-"""What all legs of a gate may take: whatever still runs then is ended, so that there is a summary before CI's own end at 90 minutes, of
-which packages take a part."""
+"""Time limit for all legs of a gate together.
+
+Legs that still run then are ended, so that the summary appears before CI's own limit of 90 minutes, part of
+which goes to packages.
+"""
 
 MAX_AGAIN = 5
-"""More failed tests than this are no accident: none runs again."""
+"""If more tests than this fail, that is no accident, and none runs again."""
 
 MAX_FLAKY = 2
 AGAIN_MINUTES = 6
 OUTPUT_LINES = 30
 ERROR_LINES = 8
 NO_PROGRAM = 127
-"""The exit status of a leg whose program is missing."""
+"""Exit status of a leg whose program is missing."""
 
 
 @dataclass
 class Run:
-    """A leg under way, and its result."""
+    """A leg in progress, and its result."""
 
     leg: Leg
     begun: float = 0.0
@@ -58,7 +65,7 @@ class Run:
     stall_seconds: float = 0.0
     status: int | None = None
     ended_late: str = ""
-    """What it had taken when it was ended, or nothing."""
+    """The limit that it had exceeded when it was ended; empty if it was not."""
 
     ended_at: float = 0.0
     outcomes: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +83,10 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        """Whether everything ran and nothing failed: a pytest that ends before its session does has run only a part."""
+        """Whether everything ran and nothing failed.
+
+        A pytest whose session did not finish has run only some tests.
+        """
         return self.status == 0 and (not self.leg.is_pytest or bool(self.tests("session")))
 
     @property
@@ -85,10 +95,10 @@ class Run:
 
     @property
     def cut_off(self) -> list[str]:
-        """The tests that had begun when the leg ended before its session did."""
+        """The tests in progress when the leg ended before its session finished."""
         ended = {line["test"] for line in self.tests("cpu")}
-        begun = [line["test"] for line in self.tests("begun") if line["test"] not in ended]
-        return [] if self.tests("session") and self.status in (0, 1) else begun
+        unfinished = [line["test"] for line in self.tests("begun") if line["test"] not in ended]
+        return [] if self.tests("session") and self.status in (0, 1) else unfinished
 
     @property
     def passed_names(self) -> set[str]:
@@ -105,12 +115,12 @@ def drill_leg(name: str) -> Leg:
 
 
 def drill_leg_of_gate(name: str) -> Leg:
-    """Those of the rotation are steady enough to run beside other legs."""
+    """The leg of a drill in a gate. Drills of the rotation are steady enough to run beside other legs."""
     return replace(drill_leg(name), cores=1 if name in ROTATION else CORES)
 
 
 def legs_of(words: Iterable[str]) -> Iterator[Leg]:
-    """The legs that the words of the command line stand for."""
+    """Yield the legs that the words of the command line name."""
     by_name = {leg.name: leg for legs in SUITES.values() for leg in legs}
     for word in words:
         if word in SUITES:
@@ -129,12 +139,12 @@ def legs_of(words: Iterable[str]) -> Iterator[Leg]:
 
 
 def start(run: Run) -> subprocess.Popen[bytes] | None:
-    """The leg's process in a session of its own, or nothing where there is no such program."""
+    """Start the leg's process in its own session. Returns None if the program is missing."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     run.outcome_file.unlink(missing_ok=True)
     environment = os.environ.copy()
     environment.pop("PYTEST_ADDOPTS", None)  # a leg runs all of its tests, whatever a developer's shell adds
-    # Else each of thousands of processes compiles what it imports.
+    # Otherwise each of thousands of processes compiles its imports.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if run.leg.is_pytest:
         environment["MMD_TEST_OUTCOMES"] = str(run.outcome_file)
@@ -160,7 +170,10 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 
 def has_ended(run: Run, process: subprocess.Popen[bytes]) -> bool:
-    """Whether the leg's process has ended; then with its status and with what it and those that it waited for have computed."""
+    """Whether the leg's process has ended.
+
+    If so, its status is recorded, and the CPU time of it and of the processes it waited for.
+    """
     with contextlib.suppress(ChildProcessError):
         if process.returncode is None and (waited := os.wait4(process.pid, os.WNOHANG))[0]:
             _, status, usage = waited
@@ -170,7 +183,7 @@ def has_ended(run: Run, process: subprocess.Popen[bytes]) -> bool:
 
 
 def too_late(run: Run, gate_begun: float | None) -> str:
-    """What a leg has taken that must end now, or nothing."""
+    """Return the limit that a leg has exceeded and must end for, or an empty string."""
     if run.seconds > 2 * 60 * run.leg.budget_minutes:
         return f"twice its budget of {run.leg.budget_minutes:g} min"
     if gate_begun is not None and time.monotonic() - gate_begun > 60 * MOST_MINUTES:
@@ -179,9 +192,11 @@ def too_late(run: Run, gate_begun: float | None) -> str:
 
 
 def run_legs(legs: Iterable[Leg], gate_begun: float | None = None) -> list[Run]:
-    """Run legs in their order, each as soon as those under way leave it its cores, until each has ended or is ended: after twice its
-    budget, or when the legs of a gate, which began at `gate_begun`, have taken too long. Python processes then print their stacks; what is
-    left after `Leg.end_seconds` is killed.
+    """Run legs in order until each has ended, and return their results.
+
+    A leg starts as soon as the running legs leave enough cores. It is ended after twice its budget, or when
+    the legs of a gate, which began at `gate_begun`, have taken too long. Python processes then print their
+    stacks; processes that remain after `Leg.end_seconds` are killed.
     """
     runs = [Run(leg) for leg in legs]
     waiting = list(runs)
@@ -204,9 +219,8 @@ def run_legs(legs: Iterable[Leg], gate_begun: float | None = None) -> list[Run]:
                 run.seconds = time.monotonic() - run.begun
                 if has_ended(run, process):
                     under_way.remove((run, process))
-                    signal_group(
-                        process, signal.SIGKILL
-                    )  # so that nothing it leaves behind disturbs later legs
+                    # Processes it leaves behind must not disturb later legs.
+                    signal_group(process, signal.SIGKILL)
                     finish(run)
                 elif not run.ended_late and (why := too_late(run, gate_begun)):
                     run.ended_late, run.ended_at = why, run.seconds
@@ -214,7 +228,7 @@ def run_legs(legs: Iterable[Leg], gate_begun: float | None = None) -> list[Run]:
                 elif run.ended_late and run.seconds > run.ended_at + run.leg.end_seconds:
                     signal_group(process, signal.SIGKILL)
     finally:
-        for run, process in under_way:  # we are interrupted
+        for run, process in under_way:  # interrupted
             signal_group(process, run.leg.end_signal)
         deadline = time.monotonic() + max((run.leg.end_seconds for run, _ in under_way), default=0.0)
         for run, process in under_way:
@@ -225,7 +239,10 @@ def run_legs(legs: Iterable[Leg], gate_begun: float | None = None) -> list[Run]:
 
 
 def finish(run: Run) -> None:
-    """Read what the leg's tests reported. A line that was cut off, as of a process that was killed, is no outcome."""
+    """Read the outcomes that the leg's tests reported.
+
+    Truncated lines, such as those of a killed process, are ignored.
+    """
     if run.outcome_file.exists():
         for text in run.outcome_file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
@@ -249,15 +266,17 @@ def headline(run: Run) -> str:
 
 
 def may_have_failed_by_chance(failed: dict[str, Any]) -> bool:
-    """Whether it started programs, and neither broke a promise nor found that what a whole deployment said is not so: such a test waited for
-    too long, or lost a connection.
+    """Whether chance may have made a test fail.
+
+    It must have started programs, broken no promise, and not found an answer of a whole deployment to be
+    wrong. Such a test waited for too long, or lost a connection.
     """
     wrong = failed.get("answers") and failed.get("check")
     return failed["system"] and not wrong and not failed.get("broken")
 
 
 def may_run_again(run: Run) -> list[str]:
-    """The failed tests of a leg, if chance may have made all of them fail."""
+    """Return the failed tests of a leg, if chance may have made all of them fail."""
     failed = run.tests("failed")
     complete = run.status == 1 and bool(run.tests("session"))
     names = sorted(run.failed_names)
@@ -266,7 +285,10 @@ def may_run_again(run: Run) -> list[str]:
 
 
 def run_again(run: Run, gate_begun: float | None = None) -> list[str]:
-    """Run failed tests once more, alone; the names of those that passed, which are flaky. All passed: so has the leg."""
+    """Run failed tests once more, alone, and return those that passed, which are flaky.
+
+    If all of them pass, so does the leg.
+    """
     names = may_run_again(run)
     if not names:
         return []
@@ -331,7 +353,11 @@ def summary(runs: Sequence[Run], flaky: Sequence[str], notes: Sequence[str] = ()
 
 
 def without_vllm(legs: Sequence[Leg], words: Sequence[str]) -> tuple[list[Leg], list[str]]:
-    """The legs less those that need vLLM, where it is not installed and nobody asked for them by name; and what to say of that."""
+    """Drop the legs that need vLLM, if it is not installed and no word names them.
+
+    Returns the remaining legs, and notes about the dropped ones. In CI, or if a word names such a leg, exits
+    instead.
+    """
     installed = (ROOT / VLLM_PYTHON).parents[1] / ".installed"
     if installed.exists() or "vllm" in {leg.name for leg in legs}:
         return list(legs), []
@@ -344,9 +370,9 @@ def without_vllm(legs: Sequence[Leg], words: Sequence[str]) -> tuple[list[Leg], 
 
 def main(words: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(143))  # so that the legs end too
+        signal.signal(number, lambda *_: sys.exit(143))  # `run_legs` then ends the legs
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # whatever tests have printed
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # tests may print anything
     words = words or ["test"]
     legs, notes = without_vllm(list(legs_of(words)), words)
     if "gate" in words:

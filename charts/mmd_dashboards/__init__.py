@@ -1,1 +1,4 @@
-"""The dashboards of the chart: one module each, the source of `dashboards/*.json`, of the pictures in the docs and of `mmd report`."""
+"""The dashboards of the chart, one module each.
+
+They are the source of `dashboards/*.json`, of pictures in the docs and of `mmd report`.
+"""

@@ -1,4 +1,7 @@
-"""The boards as JSON for Grafana: `python -m mmd_dashboards.grafana`. Needs grafana-foundation-sdk, a development dependency."""
+"""Writes the boards as JSON for Grafana: `python -m mmd_dashboards.grafana`.
+
+Needs grafana-foundation-sdk, a development dependency.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ _SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
 
 
 def grafana(board: Board) -> str:
-    """The JSON that Grafana imports, the same for the same board."""
-    made = (
+    """The JSON that Grafana imports. The same board always gives the same text."""
+    builder = (
         dashboard.Dashboard(f"Multimodal · {board.title}")
         .uid(f"mmd-{board.name}")
         .description(board.text)
@@ -54,10 +57,10 @@ def grafana(board: Board) -> str:
         .annotation(_annotation("Scaled", SCALED, "orange"))
     )
     for row in board.rows:
-        made = made.with_row(dashboard.Row(row.title))
+        builder = builder.with_row(dashboard.Row(row.title))
         for panel in row.panels:
-            made = made.with_panel(_panel(panel))
-    plain = _without_nulls(json.loads(json.dumps(made.build(), cls=JSONEncoder)))
+            builder = builder.with_panel(_panel(panel))
+    plain = _without_nulls(json.loads(json.dumps(builder.build(), cls=JSONEncoder)))
     for number, panel in enumerate(plain["panels"], 1):
         panel["id"] = number
     return json.dumps(plain, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
@@ -87,25 +90,25 @@ def _annotation(name: str, expr: str, color: str) -> dashboard.AnnotationQuery:
 
 def _panel(panel: Panel) -> Any:
     kind: Any = stat.Panel() if panel.kind == "number" else timeseries.Panel()
-    made = kind.title(panel.title).description(panel.text).unit(panel.unit).datasource(_SOURCE)
-    made = made.span(6).height(7)
+    builder = kind.title(panel.title).description(panel.text).unit(panel.unit).datasource(_SOURCE)
+    builder = builder.span(6).height(7)
     if panel.kind != "number":
-        made = made.min(0).line_width(1).fill_opacity(10)
+        builder = builder.min(0).line_width(1).fill_opacity(10)
     if panel.kind == "stack":
-        made = made.fill_opacity(40).stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+        builder = builder.fill_opacity(40).stacking(common.StackingConfig().mode(StackingMode.NORMAL))
     if panel.warn_above is not None:
         steps = [Threshold(None, "green"), Threshold(panel.warn_above, "red")]
-        made = made.thresholds(dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
+        builder = builder.thresholds(dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
         if panel.kind != "number":
-            made = made.thresholds_style(
+            builder = builder.thresholds_style(
                 common.GraphThresholdsStyleConfig().mode(GraphTresholdsStyleMode.LINE)
             )
     for number, query in enumerate(panel.queries):
         target = (
             prometheus.Dataquery().ref_id(chr(ord("A") + number)).expr(query.expr).legend_format(query.legend)
         )
-        made = made.with_target(target.range().exemplar("_bucket" in query.expr))
-    return made
+        builder = builder.with_target(target.range().exemplar("_bucket" in query.expr))
+    return builder
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from mmd_dashboards.queries import (
     operator_rate_by,
 )
 
-_IT = "mmd_operator_leading"
+_LEADING = "mmd_operator_leading"
 OPERATOR = Board(
     "operator",
     "Operator",
@@ -60,8 +60,8 @@ OPERATOR = Board(
                     "There should always be one leader. Without one, nothing is repaired or scaled; requests are still served.",
                     "short",
                     (
-                        Query(f"sum({_IT})", "leading", "operator"),
-                        Query(f"count({_IT}) - sum({_IT})", "waiting", "operator"),
+                        Query(f"sum({_LEADING})", "leading", "operator"),
+                        Query(f"count({_LEADING}) - sum({_LEADING})", "waiting", "operator"),
                     ),
                 ),
                 Panel(
@@ -140,7 +140,7 @@ OPERATOR = Board(
                     "short",
                     (
                         Query(
-                            f"rate(process_cpu_seconds_total[{RATE}]) and on (instance) {_IT}",
+                            f"rate(process_cpu_seconds_total[{RATE}]) and on (instance) {_LEADING}",
                             "{{pod}}",
                             "operator",
                         ),
@@ -150,7 +150,13 @@ OPERATOR = Board(
                     "Memory of the operator",
                     "Resident bytes, by pod.",
                     "bytes",
-                    (Query(f"process_resident_memory_bytes and on (instance) {_IT}", "{{pod}}", "operator"),),
+                    (
+                        Query(
+                            f"process_resident_memory_bytes and on (instance) {_LEADING}",
+                            "{{pod}}",
+                            "operator",
+                        ),
+                    ),
                 ),
             ),
         ),

@@ -1,4 +1,4 @@
-"""What a dashboard consists of, as data: boards, rows, panels, queries. Independent of Grafana and servers."""
+"""The parts of a dashboard as data: boards, rows, panels, queries. Independent of Grafana and servers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ Unit = Literal["s", "bytes", "Bps", "percentunit", "reqps", "ops", "short"]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression with the variables `$namespace`, `$deployment` and `$__rate_interval`, and the name of its lines.
+    """A PromQL expression with the variables `$namespace`, `$deployment` and `$__rate_interval`, and the name
+    of its lines.
 
-    `moves`: what it takes to get an answer: load; trouble, something that went wrong; operator, one that scales a deployment;
-    tenants, more of whose requests than the pools have room for; picker, a platform's Gateway that asks which pod takes a request.
+    `moves`: the condition under which the query returns data. load: requests. trouble: something went wrong.
+    operator: an operator scales the deployment. tenants: they send more requests than the pools have room
+    for. picker: a platform's Gateway asks which pod takes a request.
     """
 
     expr: str

@@ -1,4 +1,4 @@
-"""Queries to Prometheus about one deployment, and about the operators, as the panels ask them."""
+"""PromQL queries of the panels, about one deployment and about the operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ RATE = "$__rate_interval"
 
 
 def of(metric: str, *matchers: str) -> str:
-    """A metric of the chosen deployment; a matcher is written without quotes: `state=free`, `state=~waiting|running`."""
+    """A metric of the chosen deployment.
+
+    Matchers are written without quotes: `state=free`, `state=~waiting|running`.
+    """
     quoted = [re.sub(r"^(\w+)(=~|=)(.*)$", r'\1\2"\3"', matcher) for matcher in matchers]
     return f"{metric}{{{','.join((OURS, *quoted))}}}"
 
@@ -37,13 +40,16 @@ def trouble_by(metric: str, by: str, *matchers: str) -> Query:
 
 
 def operator_level_by(metric: str, by: str, *matchers: str) -> Query:
-    """What an operator reports about the chosen deployment; while one hands over to the next, both may report it."""
+    """A gauge that operators report about the chosen deployment.
+
+    During a handover, two operators may report it.
+    """
     legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
     return Query(f"max by ({by}) ({of(metric, *matchers)})", legend, "operator")
 
 
 def operator_rate_by(metric: str, by: str) -> Query:
-    """A rate of the operators themselves, whatever deployment they work for."""
+    """A rate of the operators themselves, over all deployments."""
     legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
     return Query(f"sum by ({by}) (rate({metric}[{RATE}]))", legend, "operator")
 
@@ -81,8 +87,8 @@ def share(metric: str, wanted: str, by: str) -> Query:
 KV_USED = f"1 - sum by (pod) ({of('mmd_kv_blocks', 'state=free')}) / sum by (pod) ({of('mmd_kv_blocks')})"
 BUSY = f"rate({of('mmd_encode_busy_seconds_total')}[{RATE}])"
 
-# What happened, as marks on every picture: a pod that was not there two minutes ago (scaling, a restart), a second revision, a
-# decision of the autoscaler.
+# Events that every picture marks: a pod that did not exist two minutes ago (scaling, a restart), a decision of the autoscaler, a
+# second revision.
 STARTED = f"{of('mmd_build_info')} unless {of('mmd_build_info')} offset 2m"
 SCALED = f"sum by (pool, direction, reason) (increase({of('mmd_scaling_decisions_total')}[{RATE}])) > 0"
 ROLLOUT = f"count(count by (revision) ({of('mmd_build_info')})) > 1"

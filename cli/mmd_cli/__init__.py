@@ -1,1 +1,4 @@
-"""The command line `mmd`: the only package that knows both the operator and the workers; no pod's work depends on it."""
+"""The command line `mmd`, the only package that knows both the operator and the workers.
+
+No pod's work depends on it.
+"""

@@ -1,4 +1,4 @@
-"""Talks to a gateway as any user would: the OpenAI client, with files from this machine as content parts."""
+"""Talks to a gateway as any user would: through the OpenAI client, with local files as content parts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mmd_cli.errors import CommandError
 
 API_KEY = "MMD_API_KEY"
 TRUSTED = "SSL_CERT_FILE"
-"""The environment variable that httpx, below the OpenAI client, takes trusted certificates from."""
+"""Environment variable from which httpx, below the OpenAI client, takes trusted certificates."""
 TIMINGS_HEADER = {"x-mmd-timings": "true"}
 
 
 class AskError(CommandError):
-    """The gateway refused or could not be reached; the message is its own."""
+    """The gateway refused the request, in its own words, or could not be reached."""
 
 
 @dataclass(slots=True)
@@ -59,13 +59,15 @@ def file_part(kind: str, path: Path) -> dict[str, Any]:
 
 
 class Client:
-    """One gateway, one model."""
+    """A client of one gateway and one model."""
 
     def __init__(self, url: str, timeout_seconds: float = 600.0) -> None:
-        """The API key is that of the environment variable MMD_API_KEY: an option would show in the list of processes.
+        """Read the API key from the environment variable MMD_API_KEY.
+
+        An option would show in the list of processes.
 
         Raises:
-            AskError: the variable has something that is no API key.
+            AskError: the variable does not hold an API key.
         """
         self.url = url
         self._openai = openai.OpenAI(
@@ -78,10 +80,10 @@ class Client:
 
     @property
     def model(self) -> str:
-        """The name of the model that is served.
+        """The name of the served model.
 
         Raises:
-            AskError: none is, to this API key, or no gateway responded.
+            AskError: no model is served to this API key, or no gateway responded.
         """
         if not self._model:
             try:
@@ -100,7 +102,7 @@ class Client:
     def stream(
         self, messages: list[dict[str, Any]], answer: Answer, max_tokens: int = 256, **options: Any
     ) -> Iterator[str]:
-        """Pieces of text as they come; `answer` is complete when the iterator ends.
+        """Yield pieces of text as they arrive. `answer` is complete when the iterator ends.
 
         Raises:
             AskError: the gateway rejected the request, failed, or is unreachable.
@@ -132,7 +134,7 @@ class Client:
             raise AskError(f"no response from the gateway at {self.url}: {_cause(error)}") from error
 
     def ask(self, messages: list[dict[str, Any]], **options: Any) -> Answer:
-        """The whole answer."""
+        """Ask, and return the complete answer."""
         answer = Answer()
         for _ in self.stream(messages, answer, **options):
             pass
@@ -140,7 +142,7 @@ class Client:
 
 
 def _cause(error: openai.OpenAIError) -> str:
-    """Why a gateway did not respond, with the remedy where its certificate is not trusted."""
+    """Why a gateway did not respond, with the remedy if its certificate is not trusted."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__
@@ -153,10 +155,12 @@ def _cause(error: openai.OpenAIError) -> str:
 
 
 def _api_key() -> str:
-    """The API key of this process; empty if it has none. Whitespace around it, such as the end of a line of a file, is no part of it.
+    """The API key of this process; empty if it has none.
+
+    Whitespace around it, such as the end of a line of a file, is removed.
 
     Raises:
-        AskError: it cannot be sent.
+        AskError: the key cannot be sent.
     """
     key = os.environ.get(API_KEY, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
@@ -167,16 +171,16 @@ def _api_key() -> str:
 
 
 def timeline(admin_urls: Sequence[str], request_id: str) -> dict[str, Any]:
-    """Phases of a finished request, from the memory of recent ones of the gateway that had it.
+    """Phases of a finished request, from the gateway that handled it and still remembers it.
 
     Raises:
-        AskError: it has been forgotten, or never was, or there is no gateway's admin port.
+        AskError: no gateway knows the request, or no longer, or there is no admin port of a gateway.
     """
     faults = []
     for admin_url in admin_urls:
         try:
             return _timeline(admin_url, request_id)
-        except AskError as error:  # another one may have had it
+        except AskError as error:  # another gateway may have handled it
             faults.append(str(error))
     raise AskError("\n".join(dict.fromkeys(faults)) or "there is no gateway; start one, or give its --url")
 

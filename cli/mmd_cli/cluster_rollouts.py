@@ -1,4 +1,4 @@
-"""A deployment and its recorded specs on a cluster, with the rights of the kubeconfig: read, watched, changed."""
+"""Reads, watches and changes a deployment and its recorded specs on a cluster, with the kubeconfig's rights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def connected() -> AsyncIterator[client.ApiClient]:
     """A client of the kubeconfig's cluster.
 
     Raises:
-        CommandError: there is no kubeconfig that can be used.
+        CommandError: there is no usable kubeconfig.
     """
     try:
         async with api_client() as api:
@@ -49,7 +49,7 @@ def _answered() -> Iterator[None]:
 
 
 class DeploymentOnCluster:
-    """One deployment by namespace and name."""
+    """One deployment, by namespace and name."""
 
     def __init__(self, api: client.ApiClient, namespace: str, name: str) -> None:
         self._custom, self._apps = client.CustomObjectsApi(api), client.AppsV1Api(api)
@@ -58,7 +58,7 @@ class DeploymentOnCluster:
         self.namespace, self.name = namespace, name
 
     async def read(self) -> dict[str, Any]:
-        """The resource.
+        """Read the resource.
 
         Raises:
             CommandError: it does not exist or may not be read.
@@ -77,16 +77,16 @@ class DeploymentOnCluster:
         """
         selector = f"{DEPLOYMENT_LABEL}={self.name},{SPEC_LABEL}"
         with _answered():
-            found = await self._apps.list_namespaced_controller_revision(
+            revisions = await self._apps.list_namespaced_controller_revision(
                 self.namespace, label_selector=selector, _request_timeout=REQUEST_SECONDS
             )
-        return entries_of([self._api.sanitize_for_serialization(item) for item in found.items], uid)
+        return entries_of([self._api.sanitize_for_serialization(item) for item in revisions.items], uid)
 
     async def replace_spec(self, body: Mapping[str, Any], spec: Mapping[str, Any], *, dry_run: bool) -> None:
-        """Write a spec in place of that of `body`, if that is still the present one.
+        """Replace the spec, if `body` is still the present version of the resource.
 
         Raises:
-            CommandError: it is refused, or another client has changed it.
+            CommandError: the change is refused, or another client has changed the resource.
         """
         operations = [
             {
@@ -102,17 +102,17 @@ class DeploymentOnCluster:
         """Pause or resume rollouts.
 
         Raises:
-            CommandError: it is refused, or the definition in the cluster does not know the field.
+            CommandError: the change is refused, or the definition in the cluster does not know the field.
         """
-        kept = await self._patch({"spec": {"rollout": {"paused": paused}}}, MERGE_PATCH, dry_run=False)
-        if paused and not (kept["spec"].get("rollout") or {}).get("paused"):
+        stored = await self._patch({"spec": {"rollout": {"paused": paused}}}, MERGE_PATCH, dry_run=False)
+        if paused and not (stored["spec"].get("rollout") or {}).get("paused"):
             raise CommandError(
                 "the MultimodalDeployment definition in this cluster has no spec.rollout, so that nothing is paused; apply the new one "
                 "(`kubectl apply --server-side -k crds`)"
             )
 
     async def states(self) -> AsyncIterator[dict[str, Any]]:
-        """The resource now, and after each change; endless.
+        """Yield the resource now and after each change, endlessly.
 
         Raises:
             CommandError: it does not exist, is deleted or may not be read.
@@ -121,13 +121,15 @@ class DeploymentOnCluster:
         selector = f"metadata.name={self.name}"
         while True:
             with _answered():
-                found = await listing(*self._where, field_selector=selector, _request_timeout=REQUEST_SECONDS)
-            if not found["items"]:
+                listed = await listing(
+                    *self._where, field_selector=selector, _request_timeout=REQUEST_SECONDS
+                )
+            if not listed["items"]:
                 raise CommandError(
                     f"there is no MultimodalDeployment {self.name} in namespace {self.namespace}; check -n and the name"
                 )
-            yield found["items"][0]
-            version = found["metadata"]["resourceVersion"]
+            yield listed["items"][0]
+            version = listed["metadata"]["resourceVersion"]
             options = {"field_selector": selector, "resource_version": version}
             stream = watch.Watch().stream(listing, *self._where, timeout_seconds=WATCH_SECONDS, **options)
             try:
@@ -139,14 +141,14 @@ class DeploymentOnCluster:
                 if error.status != 410:  # the watch is too old: list again
                     raise CommandError(words_of(error)) from error
             except UNREACHABLE:
-                await asyncio.sleep(1)  # the list reports what is wrong
+                await asyncio.sleep(1)  # the next list reports what is wrong
             finally:
                 await stream.close()
 
     async def _patch(self, change: object, content_type: str, *, dry_run: bool) -> dict[str, Any]:
         options = {"dry_run": "All"} if dry_run else {}
         with _answered():
-            kept: dict[str, Any] = await self._custom.patch_namespaced_custom_object(
+            stored: dict[str, Any] = await self._custom.patch_namespaced_custom_object(
                 *self._where,
                 self.name,
                 change,
@@ -155,4 +157,4 @@ class DeploymentOnCluster:
                 _request_timeout=REQUEST_SECONDS,
                 **options,
             )
-        return kept
+        return stored

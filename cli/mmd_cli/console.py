@@ -1,4 +1,4 @@
-"""How every command prints, reports what is wrong and exits, and the options that several have."""
+"""Printing, error reports and exit codes of every command, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ NameOption = Annotated[
 
 
 def fail(error: MmdError | CommandError) -> typer.Exit:
-    """Print an error, one of the contract's table with its code; raise what this returns to exit with status 1."""
+    """Print an error, with its code if the contract's table has it.
+
+    Raise the result to exit with status 1.
+    """
     message = escape(printable(error.message, keep="\n"))
     code = f" ({error.code})" if isinstance(error, MmdError) else ""
     errors.print(f"[red]error[/red]{code}: {message}", highlight=False, soft_wrap=True)

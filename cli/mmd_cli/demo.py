@@ -1,4 +1,7 @@
-"""`mmd demo`: real questions about a PNG, a JPEG, an MP4 and a WAV over HTTP, with answers that are known to be right or wrong."""
+"""`mmd demo`: asks real questions about a PNG, a JPEG, an MP4 and a WAV over HTTP.
+
+The right answers are known.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question, what came back, and the request's timeline."""
+    """One question, its answer, and the request's timeline."""
 
     label: str
     sample: Sample
@@ -28,7 +31,7 @@ class Asked:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is exactly the one expected of the file."""
+        """Whether the answer is exactly the expected one."""
         return self.answer.text.strip() == self.sample.answer
 
 

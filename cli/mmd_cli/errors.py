@@ -1,4 +1,7 @@
-"""The base of what a command reports and exits with. These errors stay in this process, so they have no code of the contract's table."""
+"""Base of the errors that a command reports and exits with.
+
+They stay in this process, so they have no code of the contract's table.
+"""
 
 from __future__ import annotations
 

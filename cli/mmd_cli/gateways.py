@@ -1,4 +1,7 @@
-"""What the gateways of a deployment report at their admin ports, all of them: each knows its own requests alone, and the pods of all."""
+"""Reads what all gateways of a deployment report at their admin ports.
+
+Each gateway knows only its own requests, but the pods of all.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ class UnreachableError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class GatewaySnapshot:
-    """What a gateway returned at one time: its view of the pods, and its own counters (name and labels → value). `requests`: the newest that
-    it keeps, if they were asked for. `endpoints`: of the admin ports of all gateways that it knows, by pod.
+    """Reports of a gateway at one time: its view of the pods, and its counters (name and labels → value).
+
+    `requests`: the newest requests that it keeps, if they were asked for. `endpoints`: admin ports of all
+    gateways that it knows, by pod.
     """
 
     taken: float
@@ -40,46 +45,56 @@ class GatewaySnapshot:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum over the series of a metric that have these labels."""
-        wanted = set(labels.items())
-        return sum(value for (n, have), value in self.counters.items() if n == name and wanted <= set(have))
+        required = set(labels.items())
+        return sum(
+            value
+            for (metric, series_labels), value in self.counters.items()
+            if metric == name and required <= set(series_labels)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What gateways returned at about the same time, by pod. `missing`: a sentence for each one that is known and has no part in it."""
+    """Reports of gateways at about the same time, by pod.
+
+    `missing`: a sentence for each known gateway without a report.
+    """
 
     gateways: Mapping[str, GatewaySnapshot]
     missing: tuple[str, ...] = ()
 
     def total(self, name: str, **labels: str) -> float:
         """The sum over all gateways."""
-        return sum(one.total(name, **labels) for one in self.gateways.values())
+        return sum(gateway.total(name, **labels) for gateway in self.gateways.values())
 
     def largest(self, name: str, label: str) -> dict[str, float]:
-        """Of a metric that every gateway reads of the same thing, by the value of a label."""
-        found: dict[str, float] = {}
-        for one in self.gateways.values():
-            for (n, labels), value in one.counters.items():
+        """The largest value of a metric over all gateways, by the value of a label.
+
+        For metrics that every gateway reads from the same source.
+        """
+        by_label: dict[str, float] = {}
+        for gateway in self.gateways.values():
+            for (n, labels), value in gateway.counters.items():
                 if n == name and (kind := dict(labels).get(label)) is not None:
-                    found[kind] = max(value, found.get(kind, value))
-        return dict(sorted(found.items()))
+                    by_label[kind] = max(value, by_label.get(kind, value))
+        return dict(sorted(by_label.items()))
 
     @property
     def pods(self) -> list[Mapping[str, Any]]:
-        """Workers that any gateway knows, each as it reported last."""
+        """Workers that any gateway knows, each with its last report."""
         newest: dict[str, Mapping[str, Any]] = {}
-        for pod in (pod for one in self.gateways.values() for pod in one.state["pods"]):
+        for pod in (pod for gateway in self.gateways.values() for pod in gateway.state["pods"]):
             if pod["pod"] not in newest or pod["sent"] > newest[pod["pod"]]["sent"]:
                 newest[pod["pod"]] = pod
         return list(newest.values())
 
     @property
     def requests(self) -> list[Mapping[str, Any]]:
-        """Of all gateways, since when none of them has forgotten one."""
-        lists = [one.requests for one in self.gateways.values()]
-        begins = (min(map(_arrival, kept)) for kept in lists if len(kept) >= KEPT_REQUESTS)
+        """Requests of all gateways, from the time since which no gateway has forgotten any."""
+        lists = [gateway.requests for gateway in self.gateways.values()]
+        begins = (min(map(_arrival, requests)) for requests in lists if len(requests) >= KEPT_REQUESTS)
         since = max(begins, default=-math.inf)
-        return [request for kept in lists for request in kept if _arrival(request) >= since]
+        return [request for requests in lists for request in requests if _arrival(request) >= since]
 
 
 def _arrival(request: Mapping[str, Any]) -> float:
@@ -88,25 +103,26 @@ def _arrival(request: Mapping[str, Any]) -> float:
 
 def buckets(snapshots: Iterable[GatewaySnapshot], name: str) -> dict[float, float]:
     """The cumulative counts of a histogram by upper bound, over all labels."""
-    found: dict[float, float] = defaultdict(float)
+    counts: dict[float, float] = defaultdict(float)
     for snapshot in snapshots:
         for (n, labels), value in snapshot.counters.items():
             if n == f"{name}_bucket":
-                found[float(dict(labels)["le"])] += value
-    return found
+                counts[float(dict(labels)["le"])] += value
+    return counts
 
 
 def look(admin_urls: Sequence[str], *, requests: bool = False) -> Snapshot:
-    """Ask gateways at their admin ports, all at once. `requests`: for the newest that they keep, too.
+    """Query gateways at their admin ports, all at once. `requests`: also fetch the newest requests that they
+    keep.
 
     Raises:
-        UnreachableError: none answers.
+        UnreachableError: no gateway responds.
     """
     with ThreadPoolExecutor(min(ASKED_AT_ONCE, len(admin_urls))) as threads:
-        asked = {url: threads.submit(_look, url, requests=requests) for url in dict.fromkeys(admin_urls)}
+        answers = {url: threads.submit(_look, url, requests=requests) for url in dict.fromkeys(admin_urls)}
     gateways: dict[str, GatewaySnapshot] = {}
     silent: dict[str, str] = {}
-    for url, answer in asked.items():
+    for url, answer in answers.items():
         try:
             snapshot = answer.result()
         except UnreachableError as error:
@@ -119,11 +135,16 @@ def look(admin_urls: Sequence[str], *, requests: bool = False) -> Snapshot:
 
 
 def _missing(gateways: Mapping[str, GatewaySnapshot], silent: Mapping[str, str]) -> Iterator[str]:
-    """Why each gateway is missing that is known. `silent`: by URL, what is wrong with those that did not answer."""
+    """Why each known gateway is missing.
+
+    `silent`: what is wrong with the gateways that did not answer, by URL.
+    """
     yield from silent.values()
     addresses = {urlsplit(url).netloc for url in silent}
-    known = {pod: endpoint for one in gateways.values() for pod, endpoint in one.endpoints.items()}
-    for pod, endpoint in sorted(known.items()):
+    endpoints = {
+        pod: endpoint for gateway in gateways.values() for pod, endpoint in gateway.endpoints.items()
+    }
+    for pod, endpoint in sorted(endpoints.items()):
         if pod not in gateways and endpoint not in addresses:
             yield f"gateway {pod}, which was not asked; give the URL of its admin port, {endpoint} in its network, by another --url"
 
@@ -134,10 +155,10 @@ def _look(admin_url: str, *, requests: bool) -> GatewaySnapshot:
             state = client.get(paths.GATEWAY_STATE).raise_for_status().json()
             text = client.get(paths.METRICS).raise_for_status().text
             targets = client.get(paths.GATEWAY_TARGETS).raise_for_status().json()
-            kept: list[Mapping[str, Any]] = []
+            retained: list[Mapping[str, Any]] = []
             if requests:
                 newest = client.get(paths.GATEWAY_REQUESTS, params={"limit": KEPT_REQUESTS})
-                kept = newest.raise_for_status().json()["requests"]
+                retained = newest.raise_for_status().json()["requests"]
             counters = {
                 (sample.name, tuple(sorted(sample.labels.items()))): sample.value
                 for family in text_string_to_metric_families(text)
@@ -157,4 +178,4 @@ def _look(admin_url: str, *, requests: bool) -> GatewaySnapshot:
         raise UnreachableError(
             f"what responded at {admin_url} is no gateway; give the URL of its admin port"
         ) from error
-    return GatewaySnapshot(time.time(), state, counters, kept, endpoints)
+    return GatewaySnapshot(time.time(), state, counters, retained, endpoints)

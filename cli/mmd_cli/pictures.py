@@ -1,4 +1,4 @@
-"""The panels of the dashboards as pictures: the same queries to Prometheus, drawn with matplotlib for reports and the docs."""
+"""Draws panels of the dashboards with matplotlib, from the same Prometheus queries, for reports and the docs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class TimeWindow:
-    """Which deployment, and when (Unix seconds)."""
+    """A deployment, and a period in Unix seconds."""
 
     namespace: str
     deployment: str
@@ -54,49 +54,49 @@ class TimeWindow:
 
     @property
     def step(self) -> float:
-        """About three hundred points."""
+        """Seconds between two points: a window has about three hundred."""
         return max(1.0, (self.end - self.start) / 300)
 
     @property
     def rate_interval(self) -> str:
-        """Wide enough for a rate over scrapes of fifteen seconds, or five in short windows."""
+        """Interval for rates: wide enough for scrapes every fifteen seconds, or every five in short windows."""
         return f"{max(20 if self.end - self.start < 1800 else 60, math.ceil(4 * self.step))}s"
 
 
 class Prometheus:
-    """A server that can be queried."""
+    """A Prometheus server to query."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
 
-    def _ask(self, path: str, **asked: Any) -> list[dict[str, Any]]:
+    def _ask(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
         try:
-            answer = httpx.post(f"{self._url}/api/v1/{path}", data=asked, timeout=TIMEOUT_SECONDS).json()
+            answer = httpx.post(f"{self._url}/api/v1/{path}", data=parameters, timeout=TIMEOUT_SECONDS).json()
         except (httpx.HTTPError, ValueError) as error:
             raise PrometheusError(
                 f"no Prometheus server responded at {self._url} ({error}); check --prometheus"
             ) from error
         if answer.get("status") != "success":
-            raise PrometheusError(f"Prometheus refused {asked.get('query')}: {answer.get('error')}")
+            raise PrometheusError(f"Prometheus refused {parameters.get('query')}: {answer.get('error')}")
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
     def value(self, expr: str, window: TimeWindow) -> float | None:
-        """One number at the end of the window; None: no data.
+        """One number at the end of the window; None if there is no data.
 
         Raises:
-            PrometheusError: it cannot be asked.
+            PrometheusError: the server cannot be queried.
         """
         query = filled(expr, window.namespace, window.deployment, window.rate_interval)
-        values = [float(one["value"][1]) for one in self._ask("query", query=query, time=window.end)]
-        known = [value for value in values if not math.isnan(value)]
-        return sum(known) if known else None
+        values = [float(series["value"][1]) for series in self._ask("query", query=query, time=window.end)]
+        numbers = [value for value in values if not math.isnan(value)]
+        return sum(numbers) if numbers else None
 
     def lines(self, panel: Panel, window: TimeWindow) -> list[Line]:
         """Every line of a panel over the window.
 
         Raises:
-            PrometheusError: it cannot be asked.
+            PrometheusError: the server cannot be queried.
         """
         lines = []
         for query in panel.queries:
@@ -131,8 +131,8 @@ def draw(panels: Sequence[tuple[Panel, list[Line]]], columns: int = 2, form: str
             axes = figure.add_subplot(rows, columns, number)
             axes.set_title(panel.title, loc="left", fontweight="bold")
             axes.set_ylabel(_UNITS.get(panel.unit, panel.unit))
-            seen = [line for line in lines if any(not math.isnan(value) for value in line.values)]
-            for line in seen[:MAX_LINES]:
+            visible = [line for line in lines if any(not math.isnan(value) for value in line.values)]
+            for line in visible[:MAX_LINES]:
                 minutes = [(t - begin) / 60 for t in line.times]
                 promised = line.name in ("promised", "objective")
                 axes.plot(
@@ -143,8 +143,10 @@ def draw(panels: Sequence[tuple[Panel, list[Line]]], columns: int = 2, form: str
             axes.set_ylim(bottom=0)
             axes.set_xlabel("minutes")
             axes.grid(alpha=0.25)
-            if seen:
-                axes.legend(fontsize=6.5, ncols=2 if len(seen) > 4 else 1, loc="upper left", framealpha=0.6)
+            if visible:
+                axes.legend(
+                    fontsize=6.5, ncols=2 if len(visible) > 4 else 1, loc="upper left", framealpha=0.6
+                )
         buffer = io.BytesIO()
         figure.savefig(buffer, format=form, dpi=110, metadata={"Date": None} if form == "svg" else None)
     return buffer.getvalue()

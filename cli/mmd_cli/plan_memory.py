@@ -1,8 +1,10 @@
-"""`mmd plan-memory`: what a deployment's pods need of memory and how many requests fit, from settings files alone.
+"""`mmd plan-memory`: the memory that a deployment's pods need, and how many requests fit, from settings
+alone.
 
-Models are built on PyTorch's meta device: no weights are read, nothing is computed, only sizes count. On CPUs the activations are
-an upper bound: attention on the meta device keeps its scores. Towers run on a few small media without content, on the CPU and with
-one layer's memory for all layers of a stack; what the largest batch needs is extrapolated.
+Models are built on PyTorch's meta device: no weights are read, nothing is computed, only sizes count. On CPUs
+the activations are an upper bound: attention on the meta device keeps its scores. Towers run on a few small
+media without content, on the CPU and with one layer's memory for all layers of a stack; the need of the
+largest batch is extrapolated.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ PROCESS_BYTES = 1024 * MEBIBYTE  # interpreter, libraries and, on a GPU, the CUD
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One request of a kind: its tokens, and the KV they take."""
+    """A typical request: its tokens, and the KV they take."""
 
     name: str
     tokens: int
@@ -54,8 +56,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Budget of one pod of a pool; of one with several ranks, of the GPU of each. `kv_bytes` is None where the pool holds no KV or no memory size was given; `refusal`: why a pod
-    of this pool would not start."""
+    """Memory budget of one pod of a pool, or of each rank's GPU if a replica has several ranks.
+
+    `kv_bytes`: None if the pool holds no KV or no memory size was given. `refusal`: why a pod of this pool
+    would not start.
+    """
 
     pool: PoolName
     roles: tuple[str, ...]
@@ -64,14 +69,14 @@ class PoolPlan:
     total_bytes: int | None
     kv_bytes: int | None = None
     refusal: str = ""
-    ranks: int = 1  # GPUs that the model of one replica is split across
+    ranks: int = 1  # GPUs across which the model of one replica is split
     has_tower: bool = False
-    tower: TowerMemory = NO_TOWER  # activations of its largest run
+    tower: TowerMemory = NO_TOWER  # activations of the tower's largest run
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `mmd plan-memory` prints."""
+    """The result of `mmd plan-memory`."""
 
     model: str
     dtype: str
@@ -86,7 +91,9 @@ class Plan:
 
 
 def plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
-    """Budgets of all pools. `memory`: bytes of a pod's device, by pool; where there are none, only needs are computed.
+    """Plan the budgets of all pools.
+
+    `memory`: bytes of a pod's device, by pool. For a pool without an entry, only the need is computed.
 
     Raises:
         UnsupportedModelError: the model is missing or cannot be served.
@@ -165,39 +172,41 @@ def _plan(spec: MultimodalDeploymentSpec, memory: dict[PoolName, int]) -> Plan:
 
 
 def memory_of(spec: MultimodalDeploymentSpec, text: str | None) -> dict[PoolName, int]:
-    """Bytes of a pod's device by pool: as given, else the memory limit of pools on CPUs. A GPU's size is in no resource.
+    """Bytes of a pod's device, by pool: `text` if given, else the memory limit of pools on CPUs.
+
+    No resource states the size of a GPU.
 
     Raises:
-        UnsupportedInputError: `text` is no quantity.
+        UnsupportedInputError: `text` is not a quantity.
     """
-    known: dict[PoolName, int] = {}
+    device_bytes: dict[PoolName, int] = {}
     for pool in POOL_NAMES:
         pool_spec = {"encoder": spec.encoder, "prefill": spec.prefill, "decode": spec.decode}[pool]
         if pool_spec is None:
             continue
         if text is not None:
-            known[pool] = quantity_bytes(text)
+            device_bytes[pool] = quantity_bytes(text)
         elif not pool_spec.gpus and pool_spec.resources.memory is not None:
-            known[pool] = quantity_bytes(str(pool_spec.resources.memory))
-    return known
+            device_bytes[pool] = quantity_bytes(str(pool_spec.resources.memory))
+    return device_bytes
 
 
 def quantity_bytes(text: str) -> int:
     """Bytes of a Kubernetes quantity: 80Gi, 512M, 1e9.
 
     Raises:
-        UnsupportedInputError: it is none.
+        UnsupportedInputError: `text` is not a quantity.
     """
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?", text)
+    quantity = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)?", text)
     try:
-        number = float(found.group(1)) if found else math.nan
+        number = float(quantity.group(1)) if quantity else math.nan
     except ValueError:
         number = math.nan
-    if not found or not number > 0:
+    if not quantity or not number > 0:
         raise UnsupportedInputError(
             f"--memory: {text!r} is not a memory quantity; use a value such as 80Gi or 24G"
         )
-    return int(number * UNITS[found.group(2) or ""])
+    return int(number * UNITS[quantity.group(2) or ""])
 
 
 def lines_of(plan: Plan) -> list[str]:
@@ -243,7 +252,10 @@ def _whose(pool: PoolPlan) -> str:
 
 
 def _gpus_of_ranks(spec: MultimodalDeploymentSpec, pool: PoolName) -> int:
-    """Across how many GPUs the language model of a replica is split; ranks on CPUs share the memory of their pod."""
+    """GPUs across which the language model of a replica is split.
+
+    Ranks on CPUs share the memory of their pod.
+    """
     part = getattr(spec, pool)
     if spec.engine.type == "Native" or pool == "encoder" or not part.gpus:
         return 1
@@ -311,7 +323,7 @@ def _too_small(planned: PoolPlan) -> str:
 def _tower_memory(
     spec: MultimodalDeploymentSpec, config: Any, folder: Path, dtype: torch.dtype
 ) -> TowerMemory:
-    """What a worker measures on a CPU, without the weights."""
+    """Measure the memory of the tower as a worker does on a CPU, without the weights."""
     adapter = adapter_for(config)
     _, processor = load_processor(folder, adapter, spec.model)
     if processor is None or not adapter.modalities(processor):
@@ -324,18 +336,18 @@ def _tower_memory(
 
 
 def with_shared_layers(model: torch.nn.Module) -> Any:
-    """A model from the meta device with zeros for weights; the tensors of equal layers are the same ones."""
-    made: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor] = {}
+    """Fill a model from the meta device with zeros. Equal layers share their tensors."""
+    shared: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor] = {}
     for name, module in model.named_modules():
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
-            for own, tensor in list(tensors.items()):
+            for attribute, tensor in list(tensors.items()):
                 if tensor is None or not tensor.is_meta:
                     continue
-                key = (kind + re.sub(r"\.\d+", "", name) + "." + own, tensor.shape, tensor.dtype)
-                if key not in made:
+                key = (kind + re.sub(r"\.\d+", "", name) + "." + attribute, tensor.shape, tensor.dtype)
+                if key not in shared:
                     zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-                    made[key] = torch.nn.Parameter(zeros, requires_grad=False) if kind == "p" else zeros
-                tensors[own] = made[key]
+                    shared[key] = torch.nn.Parameter(zeros, requires_grad=False) if kind == "p" else zeros
+                tensors[attribute] = shared[key]
     return model
 
 

@@ -14,13 +14,13 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS_GROUP = "mmd.commands"
-"""Entry points of this group: the name of a command and the function that runs it, or the program of several."""
+"""Group of entry points: the name of a command, and its function, or the program of several commands."""
 _EXTRA_OF = {
     "operator": "operator",
     "explain": "operator",
     "rollout": "operator",
     "simulate": "simulate",
-}  # by command; of the others: `worker`
+}  # by command; all others need `worker`
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Program:
 
 
 def build(only: str | None = None) -> Program:
-    """The program with the commands of all entry points of the group `mmd.commands`, or with `only` one if that exists.
+    """The program with all commands of the entry points, or with `only` one if that exists.
 
     A command whose libraries are not installed is left out, and the rest still work.
     """
@@ -53,9 +53,9 @@ def build(only: str | None = None) -> Program:
     def root() -> None:
         """Encoder, prefill and decode pools for multimodal models, from one file."""
 
-    found = sorted(entry_points(group=COMMANDS_GROUP), key=lambda e: e.name)
+    entries = sorted(entry_points(group=COMMANDS_GROUP), key=lambda e: e.name)
     missing: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for entry_point in [e for e in found if e.name == only] or found:
+    for entry_point in [e for e in entries if e.name == only] or entries:
         try:
             command = entry_point.load()
         except ImportError as error:
@@ -76,10 +76,13 @@ def _unavailable(names: str, error: str, extra: str) -> str:
 
 
 def main() -> None:
-    """Entry point of the `mmd` program. Missing libraries are reported in help and to those who ask for a missing command."""
-    wanted = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
-    program = build(wanted)
-    if wanted not in program.commands():
+    """Run the `mmd` program.
+
+    Missing libraries are reported in help, and to those who ask for a missing command.
+    """
+    requested = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
+    program = build(requested)
+    if requested not in program.commands():
         for line in program.left_out:
             typer.echo(line, err=True)
     try:
@@ -87,6 +90,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "mmd_").startswith("mmd_"):
             raise
-        name = wanted or "mmd"
+        name = requested or "mmd"
         typer.echo(_unavailable(name, str(error), _EXTRA_OF.get(name, "worker")), err=True)
         raise SystemExit(1) from error

@@ -1,4 +1,4 @@
-"""A Prometheus configuration for a deployment that runs on this machine: its gateway knows every pod that may be scraped."""
+"""A Prometheus configuration for a deployment on this machine, whose gateway knows every pod to scrape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mmd_api.contract import paths
 
 
 def configuration(admin_url: str, rules: Path | None = None, scrape_seconds: int = 5) -> str:
-    """YAML for `prometheus --config.file`; `admin_url` is of the gateway's admin port, `rules` is the chart's alerts/rules.yaml, if they are wanted."""
+    """YAML for `prometheus --config.file`.
+
+    `admin_url`: URL of the gateway's admin port. `rules`: the chart's alerts/rules.yaml, to include alerts.
+    """
     config: dict[str, Any] = {
         "global": {"scrape_interval": f"{scrape_seconds}s", "evaluation_interval": f"{scrape_seconds}s"},
         "scrape_configs": [

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: what was asked, what came back, and each request's way through the pools over time."""
+"""Writes one self-contained HTML file: questions, answers, and each request's path through the pools."""
 
 from __future__ import annotations
 

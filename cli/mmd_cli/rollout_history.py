@@ -1,4 +1,7 @@
-"""The recorded specs of a deployment for people: which there are, what differs between them, and how far a rollout is. Pure."""
+"""Describes the recorded specs of a deployment: which exist, how they differ, and how far a rollout is.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ COMPLETE, FAILED = "Complete", "ProgressDeadlineExceeded"
 
 @dataclass(frozen=True, slots=True)
 class HistoryEntry:
-    """A recorded spec. `revision`: its pipeline revision; `completed`: when all its pods were Ready first, as text."""
+    """A recorded spec.
+
+    `revision`: its pipeline revision; `completed`: when all its pods were first Ready, as text.
+    """
 
     number: int
     digest: str
@@ -36,7 +42,7 @@ class HistoryEntry:
 
 @dataclass(frozen=True, slots=True)
 class RolloutVerdict:
-    """How far a rollout is. `complete` is None while it may still become either."""
+    """How far a rollout is. `complete` is None while it may still succeed or fail."""
 
     words: str
     complete: bool | None
@@ -44,14 +50,14 @@ class RolloutVerdict:
 
 def entries_of(items: Iterable[Mapping[str, Any]], uid: str) -> list[HistoryEntry]:
     """Recorded specs of the deployment with this UID from its ControllerRevisions, the oldest first."""
-    found = []
+    entries = []
     for body in items:
         metadata = body["metadata"]
         if controlling_owner(metadata) != uid:
             continue
         labels = metadata["labels"]
         completed = (metadata.get("annotations") or {}).get(COMPLETED_ANNOTATION)
-        found.append(
+        entries.append(
             HistoryEntry(
                 body["revision"],
                 labels[SPEC_LABEL],
@@ -61,14 +67,14 @@ def entries_of(items: Iterable[Mapping[str, Any]], uid: str) -> list[HistoryEntr
                 body["data"]["spec"],
             )
         )
-    return sorted(found, key=lambda entry: entry.number)
+    return sorted(entries, key=lambda entry: entry.number)
 
 
 def spec_of(body: Mapping[str, Any], spec: Mapping[str, Any]) -> MultimodalDeploymentSpec:
     """A spec of the deployment `body`, read as the operator reads it.
 
     Raises:
-        CommandError: it is invalid.
+        CommandError: the spec is invalid.
     """
     reading = read({**body, "spec": spec})
     if reading.deployment is None:
@@ -82,7 +88,10 @@ def spec_of(body: Mapping[str, Any], spec: Mapping[str, Any]) -> MultimodalDeplo
 def differences(
     before: MultimodalDeploymentSpec, after: MultimodalDeploymentSpec, *, of_pods: bool = False
 ) -> list[str]:
-    """A line for each field that differs: `spec.decode.gpus: 1 -> 2 (replaces its pods)`. `of_pods`: only fields that pods read."""
+    """A line for each field that differs: `spec.decode.gpus: 1 -> 2 (replaces its pods)`.
+
+    `of_pods`: only fields that pods read.
+    """
     return [
         f"spec.{path}: {_shown(value_at(before, path))} -> {_shown(value_at(after, path))} ({change_of(path)})"
         for path in changed_paths(before, after)
@@ -91,20 +100,22 @@ def differences(
 
 
 def chosen(entries: Sequence[HistoryEntry], present: str, number: int | None) -> HistoryEntry:
-    """The spec to return to: the one with the number, else the newest before the present one that was complete. `present`: digest of
-    the present spec.
+    """The entry to return to: the one with the number, else the newest other one, if possible one that was
+    complete.
+
+    `present`: digest of the present spec.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is no such entry.
     """
     numbers = ", ".join(str(entry.number) for entry in entries) or "none"
     if number is not None:
-        found = next((entry for entry in entries if entry.number == number), None)
-        if found is None:
+        entry = next((entry for entry in entries if entry.number == number), None)
+        if entry is None:
             raise CommandError(
                 f"there is no revision {number}; revisions: {numbers} (see `mmd rollout history`)"
             )
-        return found
+        return entry
     earlier = [entry for entry in entries if entry.digest != present]
     if not earlier:
         raise CommandError(
@@ -114,10 +125,10 @@ def chosen(entries: Sequence[HistoryEntry], present: str, number: int | None) ->
 
 
 def undone(body: Mapping[str, Any], entry: HistoryEntry) -> dict[str, Any]:
-    """The spec that the deployment gets to return to an entry: fields that no pod reads stay.
+    """The spec with which the deployment returns to an entry. Fields that no pod reads stay as they are.
 
     Raises:
-        CommandError: its rollout is paused.
+        CommandError: the rollout of the deployment is paused.
     """
     if (body["spec"].get("rollout") or {}).get("paused"):
         name = body["metadata"]["name"]
@@ -158,7 +169,7 @@ def history_rows(
 
 
 def state_of(body: Mapping[str, Any]) -> RolloutVerdict:
-    """How far the rollout of a deployment is, by its status."""
+    """How far the rollout of a deployment is, according to its status."""
     status, generation = body.get("status") or {}, body["metadata"].get("generation", 0)
     progress = next((c for c in status.get("conditions") or () if c["type"] == "Progressing"), None)
     if (

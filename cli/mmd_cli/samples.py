@@ -1,6 +1,7 @@
-"""Draws what the demo model is asked about: shapes in images, moving shapes in videos, tones; each as a real, encoded file.
+"""Draws the files that the demo model is asked about: shapes in images, moving shapes in videos, tones.
 
-Used by `mmd demo`, the tests, the benches and the model's training recipe, so all of them see the same world. Independent of the model.
+Each is a real, encoded file. `mmd demo`, the tests, the benches and the model's training recipe use them, so
+all of them see the same world. Independent of the model.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "purple": (282, 72, 80),
     "white": (0, 0, 95),
 }
-# Where the shape's centre stands, as a share of width and height.
+# The shape's centre, as a share of width and height.
 POSITIONS = {
     "top left": (0.26, 0.26),
     "top right": (0.74, 0.26),
@@ -83,7 +84,7 @@ QUESTIONS: dict[Modality, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A file and everything that is true of it."""
+    """A file and all facts about it."""
 
     kind: Modality
     facts: SampleFacts
@@ -117,7 +118,7 @@ def draw_scene(kind: Modality, seed: int, mime: Mime | None = None) -> Scene:
     """A fresh file with its facts; the same arguments give the same bytes.
 
     Raises:
-        ValueError: `mime` is no format of this kind.
+        ValueError: `mime` is not a format of this kind.
     """
     rng = np.random.default_rng([seed, 0, MODALITIES.index(kind)])
     any_mime = pick(rng, MIMES[kind])  # drawn even when given: a format changes nothing else
@@ -135,12 +136,12 @@ def draw_scene(kind: Modality, seed: int, mime: Mime | None = None) -> Scene:
 
 
 def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
-    """One of the options, each as likely."""
+    """One of the options, all equally likely."""
     return options[int(rng.integers(len(options)))]
 
 
 def draw_image(rng: np.random.Generator) -> tuple[SampleFacts, Pixels]:
-    """One shape on a dark ground, uint8 [height, width, 3], at one of four places."""
+    """One shape on a dark background, uint8 [height, width, 3], at one of four places."""
     facts = {
         "shape": pick(rng, SHAPES),
         "color": pick(rng, tuple(COLORS)),
@@ -175,7 +176,7 @@ def draw_video(rng: np.random.Generator) -> tuple[SampleFacts, Pixels]:
 
 
 def draw_tone(rng: np.random.Generator) -> tuple[SampleFacts, npt.NDArray[np.float32], int]:
-    """A tone of about a second that stays or glides: (facts, waveform float32 [samples], samples a second)."""
+    """A steady or gliding tone of about a second: (facts, waveform float32 [samples], samples per second)."""
     facts = {"pitch": pick(rng, tuple(PITCHES_HZ)), "trend": pick(rng, tuple(TRENDS))}
     rate_hz = pick(rng, AUDIO_RATES_HZ)
     seconds, glide = rng.uniform(0.9, 1.3), TRENDS[facts["trend"]]
@@ -189,7 +190,7 @@ def draw_tone(rng: np.random.Generator) -> tuple[SampleFacts, npt.NDArray[np.flo
 
 
 def dark_ground(rng: np.random.Generator, width: int, height: int) -> npt.NDArray[np.float32]:
-    """A dark, slightly tinted ground with a gradient and grain, float32 [height, width, 3] in 0..255."""
+    """A dark, slightly tinted background with a gradient and grain, float32 [height, width, 3] in 0..255."""
     top, bottom = rng.uniform(0, 60, 2)
     gradient = np.linspace(float(top), float(bottom), height)[:, None, None] * rng.uniform(0.7, 1.0, 3)
     grain = rng.standard_normal((height, width, 3), dtype=np.float32) * 4
@@ -197,7 +198,7 @@ def dark_ground(rng: np.random.Generator, width: int, height: int) -> npt.NDArra
 
 
 def vary(rng: np.random.Generator, color: str) -> npt.NDArray[np.float32]:
-    """RGB in 0..255 of a colour's name, a little off each time."""
+    """RGB in 0..255 of a named colour, slightly different each time."""
     hue, saturation, value = COLORS[color]
     hue = (hue + rng.uniform(-6, 6)) / 360 % 1
     saturation, value = saturation / 100 * rng.uniform(0.9, 1.1), value / 100 * rng.uniform(0.93, 1.05)
@@ -211,7 +212,10 @@ def paint(
     center: tuple[float, float],
     radius: float,
 ) -> Pixels:
-    """The ground with a smooth-edged shape on it; centre as a share of (width, height), radius of the shorter side."""
+    """The background with a smooth-edged shape.
+
+    Its centre is a share of (width, height), its radius of the shorter side.
+    """
     height, width, _ = ground.shape
     oversampling = 4 if width <= 128 else 2
     x, y = center[0] * width * oversampling, center[1] * height * oversampling
@@ -242,7 +246,7 @@ def encode_image(pixels: Pixels, mime: Mime, quality: int) -> bytes:
 def encode_video(frames: Pixels, crf: int) -> bytes:
     """An MP4 (H.264, 4:2:0 chroma) of uint8 [frames, height, width, 3].
 
-    The bytes are reproducible: one thread, and no macroblock tree, which x264 starts from memory it has not cleared.
+    The bytes are reproducible: one thread, and no macroblock tree, which x264 starts from uncleared memory.
     """
     file = io.BytesIO()
     options = {"preset": "veryfast", "crf": str(crf), "threads": "1", "x264-params": "mbtree=0"}
@@ -257,7 +261,10 @@ def encode_video(frames: Pixels, crf: int) -> bytes:
 
 
 def as_another_file(mp4: bytes, number: int) -> bytes:
-    """The same pictures as a distinct file, by a box that players skip: no cache has it. `number`: 64 bits."""
+    """The same pictures as a distinct file that no cache has: with a box that players skip.
+
+    `number`: 64 bits.
+    """
     return mp4 + struct.pack(">I4sq", 16, b"free", number)
 
 

@@ -1,7 +1,7 @@
-"""Places the requests of `mmd simulate` with the gateway's own router, over heartbeats that the simulated pods send.
+"""Places the requests of `mmd simulate` with the gateway's own router, over heartbeats of the simulated pods.
 
-The router knows of the pods what it would know in a cluster: loads as of the last heartbeat, its own placements since, and reported
-changes of prefix caches, which are those of real block pools.
+The router knows what it would know in a cluster: loads as of the last heartbeat, its own placements since,
+and reported changes of prefix caches, which are those of real block pools.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ MOST_REPORTED_AT_ONCE = 16_384
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPrompt:
-    """What a request shares with others: identities of its leading whole blocks, and how many of its first tokens hold all of its media."""
+    """The part of a prompt that requests may share.
+
+    `blocks`: identities of its leading whole blocks. `media_tokens`: how many of its first tokens hold all of
+    its media.
+    """
 
     blocks: Sequence[bytes] = ()
     media_tokens: int = 0
@@ -53,10 +57,12 @@ class SimulatedRouter:
         prompts: Callable[[int], SimulatedPrompt] = lambda _: SimulatedPrompt(),
         router: Callable[[str, PlacementLimits, random.Random], Router] = Router,
     ) -> None:
-        """`prompts`: of a request by its number; without it no two have anything in common. `router`: another policy, to compare with."""
-        limits = replace(
-            PlacementLimits.of(spec), local_prefill_tokens=0
-        )  # prefill pods compute all prompts here
+        """`prompts`: the prompt of a request, by its number; by default no two have anything in common.
+
+        `router`: another policy, to compare with.
+        """
+        # Prefill pods compute all prompts here.
+        limits = replace(PlacementLimits.of(spec), local_prefill_tokens=0)
         self.router = router(REVISION, limits, random.Random(0))  # noqa: S311 - the same trace gives the same run
         self._spec = spec
         self._prompts = prompts
@@ -72,17 +78,17 @@ class SimulatedRouter:
         self._caches: dict[str, BlockPool] = {}
         self._reports: dict[str, int] = {}
         self._placed: dict[int, tuple[Placement, float]] = {}
-        self._held: dict[int, tuple[str, list[int]]] = {}  # pod and blocks of a prompt that is being computed
+        self._computing: dict[int, tuple[str, list[int]]] = {}  # pod and blocks of each prompt
         self.beats: list[Heartbeat] = []
         self._newest: dict[str, Heartbeat] = {}
-        self._beaten_at = float("-inf")
+        self._heartbeats_at = float("-inf")
 
-    # --- what the model of the pipeline asks --------------------------------------------------------------------------
+    # --- called by the model of the pipeline --------------------------------------------------------------------------
 
     def place(self, now: float, request: int, telemetry: Telemetry) -> PlacedAt | None:
-        """Where a request goes."""
-        if now - self._beaten_at >= HEARTBEAT_SECONDS:
-            self._beaten_at = now
+        """Place a request; None if the router places it nowhere."""
+        if now - self._heartbeats_at >= HEARTBEAT_SECONDS:
+            self._heartbeats_at = now
             self.beats = self._heartbeats(now, telemetry)
             self.router.waiting_encode_work = telemetry.waiting_encode_work()
             self._newest = {beat.pod: beat for beat in self.beats}
@@ -99,22 +105,24 @@ class SimulatedRouter:
         return PlacedAt(pod, outcome.decode_pods, needs_media, outcome.encode_here)
 
     def begin(self, pod: str, request: int) -> int:
-        """Take the blocks of a prompt: those that are cached, and new ones for the rest, if there are."""
+        """Take the blocks of a prompt: its cached ones, and new ones for the rest if there are enough.
+
+        Returns the number of cached tokens.
+        """
         cache, identities = self._cache(pod), self._prompts(request).blocks
-        found = cache.find(identities)
-        cache.share(found)
+        cached = cache.find(identities)
+        cache.share(cached)
         try:
-            new = cache.allocate(len(identities) - len(found))
-        except (
-            OverloadedError
-        ):  # prompts without anything in common take none: room for them is not modelled here
+            new = cache.allocate(len(identities) - len(cached))
+        except OverloadedError:
+            # Prompts that share nothing take no blocks: room for them is not modelled here.
             new = []
-        self._held[request] = pod, [*found, *new]
-        return len(found) * self._block_tokens
+        self._computing[request] = pod, [*cached, *new]
+        return len(cached) * self._block_tokens
 
     def computed(self, now: float, pod: str, request: int) -> None:
         """Register the blocks, and let the router learn from the outcome."""
-        cache, (_, blocks) = self._cache(pod), self._held.pop(request)
+        cache, (_, blocks) = self._cache(pod), self._computing.pop(request)
         for block, identity in zip(blocks, self._prompts(request).blocks, strict=False):
             cache.register(block, identity)
         cache.release(blocks)
@@ -122,8 +130,8 @@ class SimulatedRouter:
         self.router.learn(placement, now - placed_at)
 
     def pods_changed(self) -> None:
-        """A state that changed does not wait for the next heartbeat."""
-        self._beaten_at = float("-inf")
+        """Take new heartbeats at the next placement, so that a changed state does not wait."""
+        self._heartbeats_at = float("-inf")
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -160,8 +168,11 @@ class SimulatedRouter:
         ]
 
     def _forget_pods_that_left(self) -> None:
-        """A pod that takes no more requests is forgotten as in a gateway, and its cache is once it computes nothing."""
-        ready, computing = {beat.pod for beat in self.beats}, {pod for pod, _ in self._held.values()}
+        """Forget pods that take no more requests, as a gateway does.
+
+        Their caches are forgotten once they compute nothing.
+        """
+        ready, computing = {beat.pod for beat in self.beats}, {pod for pod, _ in self._computing.values()}
         for name in self._reports.keys() - ready:
             self.router.index.forget(name)
             del self._reports[name]
@@ -169,7 +180,7 @@ class SimulatedRouter:
             del self._caches[name]
 
     def _report(self) -> None:
-        """What prefix caches have gained and lost since the last heartbeats."""
+        """Report what prefix caches have gained and lost since the last heartbeats."""
         for beat in self.beats:
             if (cache := self._caches.get(name := beat.pod)) is None:
                 continue

@@ -1,6 +1,6 @@
-"""`mmd report`: SLO attainment, bottlenecks, sizes and cost of a stretch of time, as one self-contained HTML file.
+"""`mmd report`: SLO attainment, bottlenecks, sizes and cost of a period, as one self-contained HTML file.
 
-It is written from a Prometheus server, or without one from the requests that gateways still remember.
+Its source is a Prometheus server, or without one the requests that gateways still remember.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PHASES = ("queue", "encode", "embedding_transfer", "prefill", "kv_transfer", "de
 
 
 class NothingToReportError(CommandError):
-    """No request was served in that time."""
+    """No request was served in the period."""
 
 
 @dataclass(slots=True)
 class SloReport:
-    """What the page shows. `figures`: name → words; `pictures`: heading → SVG; `notes`: sentences."""
+    """The content of the page. `figures`: name → words; `pictures`: heading → SVG; `notes`: sentences."""
 
     title: str
     start: float
@@ -46,7 +46,7 @@ class SloReport:
     notes: list[str] = field(default_factory=list)
 
     def html(self) -> str:
-        """The page."""
+        """The page as HTML."""
         template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
             resources.files(__package__).joinpath("slo_report.html").read_text()
         )
@@ -59,11 +59,11 @@ class SloReport:
 
 
 def from_prometheus(server: Prometheus, window: TimeWindow, decisions: Mapping[str, str]) -> SloReport:
-    """Ask a Prometheus server.
+    """Make the report from a Prometheus server.
 
     Raises:
-        PrometheusError: it cannot be asked.
-        NothingToReportError: it knows of no request in this time.
+        PrometheusError: the server cannot be queried.
+        NothingToReportError: it has no request of this period.
     """
     report = SloReport(
         f"{window.namespace}/{window.deployment}",
@@ -102,8 +102,8 @@ def from_prometheus(server: Prometheus, window: TimeWindow, decisions: Mapping[s
         of_signal = f'signal="{signal}"'
         measured = grown("mmd_slo_requests_total", of_signal)
         if promised is not None and measured:
-            kept = grown("mmd_slo_requests_total", of_signal, 'outcome="kept"') / measured
-            report.figures[f"{signal} within {_seconds(promised)}"] = f"{kept:.1%}"
+            attained = grown("mmd_slo_requests_total", of_signal, 'outcome="kept"') / measured
+            report.figures[f"{signal} within {_seconds(promised)}"] = f"{attained:.1%}"
     for role in ("encode", "prefill", "decode"):
         pods = server.value(
             f'avg_over_time(max(mmd_gateway_pods{{{OURS},role="{role}",state="ready"}})[{span}:15s])', window
@@ -119,18 +119,21 @@ def from_prometheus(server: Prometheus, window: TimeWindow, decisions: Mapping[s
 
 
 def from_gateways(name: str, seen: Snapshot, decisions: Mapping[str, str]) -> SloReport:
-    """From the summaries of the gateways' newest requests (`/debug/requests`).
+    """Make the report from the summaries of the gateways' newest requests (`/debug/requests`).
 
     Raises:
-        NothingToReportError: none has finished.
+        NothingToReportError: no request has finished.
     """
-    done = sorted((one for one in seen.requests if one["finished"]), key=lambda one: float(one["arrived"]))
+    done = sorted(
+        (request for request in seen.requests if request["finished"]),
+        key=lambda request: float(request["arrived"]),
+    )
     if not done:
         missing = "".join(f"\n{words}" for words in seen.missing)
         raise NothingToReportError(f"the gateways have no finished requests; send a request first{missing}")
-    promised = (one.total("mmd_slo_target_seconds", signal="ttft") for one in seen.gateways.values())
+    promised = (gateway.total("mmd_slo_target_seconds", signal="ttft") for gateway in seen.gateways.values())
     ttft_seconds = max(promised) or None
-    start, end = float(done[0]["arrived"]), max(float(one["finished"]) for one in done)
+    start, end = float(done[0]["arrived"]), max(float(request["finished"]) for request in done)
     report = SloReport(
         name,
         start,
@@ -138,20 +141,22 @@ def from_gateways(name: str, seen: Snapshot, decisions: Mapping[str, str]) -> Sl
         f"the gateways' newest {len(done)} requests",
         notes=[*seen.missing, *decisions.values()],
     )
-    codes = Counter(str(one["code"]) for one in done)
-    first = sorted(one["timings"]["ttft"] / 1000 for one in done if "ttft" in one["timings"])
+    codes = Counter(str(request["code"]) for request in done)
+    first = sorted(request["timings"]["ttft"] / 1000 for request in done if "ttft" in request["timings"])
     report.figures["requests"] = str(len(done))
     report.figures |= {
         f"ended with {code}": str(count) for code, count in codes.most_common() if code != "ok"
     }
-    report.figures["placed again"] = str(sum(max(0, one["attempts"] - 1) for one in done))
+    report.figures["placed again"] = str(sum(max(0, request["attempts"] - 1) for request in done))
     if first:
         report.figures["ttft p50"] = _seconds(statistics.median(first))
         report.figures["ttft p95"] = _seconds(first[min(len(first) - 1, math.ceil(0.95 * len(first)) - 1)])
         if ttft_seconds is not None:
-            kept = sum(value <= ttft_seconds for value in first) / len(done)
-            report.figures[f"ttft within {_seconds(ttft_seconds)}"] = f"{kept:.1%}"
-    spent = Counter({phase: sum(one["timings"].get(phase, 0.0) for one in done) / 1000 for phase in PHASES})
+            attained = sum(value <= ttft_seconds for value in first) / len(done)
+            report.figures[f"ttft within {_seconds(ttft_seconds)}"] = f"{attained:.1%}"
+    spent = Counter(
+        {phase: sum(request["timings"].get(phase, 0.0) for request in done) / 1000 for phase in PHASES}
+    )
     phase, seconds = spent.most_common(1)[0]
     total = sum(spent.values())
     if total:
@@ -169,12 +174,16 @@ def _over_time(
     middles = [start + (number + 0.5) * width for number in range(BINS)]
     counts: dict[str, list[float]] = defaultdict(lambda: [0.0] * BINS)
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * BINS)
-    for one in done:
-        place = min(BINS - 1, int((float(one["arrived"]) - start) / width))
-        counts[str(one["code"])][place] += 1 / width
+    for request in done:
+        bin_number = min(BINS - 1, int((float(request["arrived"]) - start) / width))
+        counts[str(request["code"])][bin_number] += 1 / width
         for phase in PHASES:
-            spent[phase][place] += one["timings"].get(phase, 0.0) / 1000 / width
-    first = [(one["arrived"], one["timings"]["ttft"] / 1000) for one in done if "ttft" in one["timings"]]
+            spent[phase][bin_number] += request["timings"].get(phase, 0.0) / 1000 / width
+    first = [
+        (request["arrived"], request["timings"]["ttft"] / 1000)
+        for request in done
+        if "ttft" in request["timings"]
+    ]
     lines = [Line("per request", [t for t, _ in first], [v for _, v in first])]
     if ttft_seconds is not None:
         lines.append(Line("promised", [start, end], [ttft_seconds] * 2))

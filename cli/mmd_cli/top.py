@@ -1,4 +1,4 @@
-"""`mmd top`: pools, queues, KV and decisions of a deployment as they are now, from what its gateways report of every pod."""
+"""`mmd top`: current pools, queues, KV and decisions of a deployment, as its gateways report them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ROLES = ("encode", "prefill", "decode")
 
 
 def quantile(now: Mapping[float, float], before: Mapping[float, float], share: float) -> float | None:
-    """A quantile of what a histogram counted between two looks, interpolated in its bucket as Prometheus does; None: nothing."""
+    """A quantile of what a histogram counted between two samples; None if it counted nothing.
+
+    It is interpolated in its bucket, as Prometheus does.
+    """
     counts = sorted((bound, count - before.get(bound, 0.0)) for bound, count in now.items())
     total = counts[-1][1] if counts else 0.0
     if total <= 0:
@@ -32,7 +35,10 @@ def quantile(now: Mapping[float, float], before: Mapping[float, float], share: f
 
 
 def facts(now: Snapshot, before: Snapshot, decisions: Mapping[str, str]) -> dict[str, Any]:
-    """What is shown, as data; rates are over the time between the two looks, of the gateways that answered both."""
+    """The displayed facts as data.
+
+    Rates are over the time between the two snapshots, of the gateways in both.
+    """
     pairs = [
         (gateway, _earlier(gateway, before.gateways[pod]))
         for pod, gateway in now.gateways.items()
@@ -41,19 +47,20 @@ def facts(now: Snapshot, before: Snapshot, decisions: Mapping[str, str]) -> dict
 
     def rate(name: str, **labels: str) -> float | None:
         rates = [
-            (one.total(name, **labels) - earlier.total(name, **labels)) / max(one.taken - earlier.taken, 1e-3)
-            for one, earlier in pairs
+            (gateway.total(name, **labels) - earlier.total(name, **labels))
+            / max(gateway.taken - earlier.taken, 1e-3)
+            for gateway, earlier in pairs
         ]
         return sum(rates) if rates else None
 
-    counts = buckets((one for one, _ in pairs), "mmd_ttft_seconds")
+    counts = buckets((gateway for gateway, _ in pairs), "mmd_ttft_seconds")
     earlier_counts = buckets((earlier for _, earlier in pairs), "mmd_ttft_seconds")
     ttft = {f"p{round(100 * share)}": quantile(counts, earlier_counts, share) for share in (0.5, 0.95)}
     return {
         "gateways": sorted(now.gateways),
         "missing": list(now.missing),
         "requests": {
-            "running": sum(one.state["running"] for one in now.gateways.values()),
+            "running": sum(gateway.state["running"] for gateway in now.gateways.values()),
             "per_second": rate("mmd_requests_total"),
             "failed_per_second": _minus(rate("mmd_requests_total"), rate("mmd_requests_total", code="ok")),
             "output_tokens_per_second": rate("mmd_tokens_total", kind="output"),
@@ -68,7 +75,7 @@ def facts(now: Snapshot, before: Snapshot, decisions: Mapping[str, str]) -> dict
 
 
 def _earlier(now: GatewaySnapshot, before: GatewaySnapshot) -> GatewaySnapshot:
-    """What the counters of a gateway began from: zero, where it has started again."""
+    """The snapshot that a gateway's counters began from: zeros if it has started again."""
     is_same = now.state["incarnation"] == before.state["incarnation"]
     return before if is_same else replace(before, counters={})
 
@@ -96,8 +103,8 @@ def _pod(pod: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rendered(name: str, seen: Mapping[str, Any]) -> RenderableType:
-    """The screen."""
-    requests, held = seen["requests"], {role: n for role, n in seen["held"].items() if n}
+    """Render the screen."""
+    requests, held_by_role = seen["requests"], {role: n for role, n in seen["held"].items() if n}
     head = Text.assemble(
         (name, "bold"),
         f"   {requests['running']} in flight"
@@ -110,7 +117,9 @@ def rendered(name: str, seen: Mapping[str, Any]) -> RenderableType:
     queue = ", ".join(f"{kind} {jobs:.0f}" for kind, jobs in seen["encode_queue_jobs"].items() if jobs)
     lines: list[RenderableType] = [head, Text(f"encode queue: {queue or 'empty'}", style="dim")]
     lines += [Text(words, style="yellow") for words in seen["missing"]]
-    lines += [Text(f"requests waiting for a {role} pod: {n:.0f}", style="red") for role, n in held.items()]
+    lines += [
+        Text(f"requests waiting for a {role} pod: {n:.0f}", style="red") for role, n in held_by_role.items()
+    ]
     table = Table(box=None, pad_edge=False)
     for heading in ("pod", "roles", "state", "waiting", "running", "busy", "KV", "step"):
         table.add_column(heading, justify="left" if heading in ("pod", "roles", "state") else "right")

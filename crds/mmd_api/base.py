@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from mmd_api.rule import Rule
 
 STRUCTURE_ONLY: dict[str, Any] = {"structure_only": True}
-"""Validation context that leaves the rules out, so that a reader of a broken file can weigh them one by one."""
+"""Validation context without the rules, so that a reader of a broken file can evaluate them one by one."""
 
 
 class ApiModel(BaseModel):
@@ -35,7 +35,10 @@ class ApiModel(BaseModel):
         cls.rules = (*cls.rules, *rules)
 
     def broken_rules(self, *, in_cluster: bool = False) -> list[Rule]:
-        """Rules that this part of a resource breaks; those that hold in a cluster alone only if asked for."""
+        """Rules that this part of a resource breaks.
+
+        Rules for clusters alone are included only with `in_cluster`.
+        """
         return [r for r in self.rules if (in_cluster or not r.cluster_only) and not r.holds(self)]
 
     @model_validator(mode="after")

@@ -98,13 +98,13 @@ def crd_yaml() -> str:
 
 
 def _models() -> dict[str, type[ApiModel]]:
-    found: dict[str, type[ApiModel]] = {}
+    models: dict[str, type[ApiModel]] = {}
     waiting = list(ApiModel.__subclasses__())
     while waiting:
         model = waiting.pop()
-        found[model.__name__] = model
+        models[model.__name__] = model
         waiting += model.__subclasses__()
-    return found
+    return models
 
 
 def _structural(raw: Schema, definitions: dict[str, Schema], rules: tuple[Rule, ...]) -> Schema:
@@ -139,9 +139,8 @@ def _structural(raw: Schema, definitions: dict[str, Schema], rules: tuple[Rule, 
     elif raw.get("additionalProperties"):
         node["additionalProperties"] = _structural(raw["additionalProperties"], definitions, ())
     validations = [_validation(rule) for rule in rules if rule.cel is not None]
-    if (
-        "patternProperties" in raw
-    ):  # how pydantic says: keys of this form; a structural schema has values only
+    # Pydantic's form for keys that match a pattern. A structural schema describes only values.
+    if "patternProperties" in raw:
         ((pattern, value),) = raw["patternProperties"].items()
         node["additionalProperties"] = _structural(value, definitions, ())
         validations.append(_key_validation(pattern, raw["propertyNames"]["maxLength"]))

@@ -1,4 +1,4 @@
-"""The page of errors, written from the table in the contract."""
+"""Writes the page of errors from the table in the contract."""
 
 from __future__ import annotations
 

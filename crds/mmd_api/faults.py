@@ -1,4 +1,4 @@
-"""What is wrong with a resource, as a list of field, problem and remedy: every fault at once, in the words of the resource.
+"""Lists every fault of a resource at once: field, problem and remedy, in the words of the resource.
 
 The only module that knows pydantic's error types.
 """
@@ -57,7 +57,7 @@ class InvalidDeploymentError(ValueError):
 def parse(model: type[M], data: object, *, secret: bool = False) -> M:
     """Validate JSON-like data as `model`, strictly: the types must be those that the API server takes.
 
-    Of `secret` data no fault quotes a value or the name of an unknown field.
+    For `secret` data, no fault quotes a value or the name of an unknown field.
 
     Raises:
         InvalidDeploymentError: with every fault, not the first.
@@ -91,9 +91,10 @@ def field_path(location: Location) -> str:
 
 
 def _all_faults(model: type[BaseModel], data: Any, secret: bool) -> list[Fault]:
-    """Faults of structure first; then the rules, evaluated on the data with the broken values taken out (in place).
+    """Return the faults of structure, and then the broken rules.
 
-    A rule that reads a removed value is skipped: fixing the value may satisfy it.
+    Rules are evaluated on the data after broken values have been removed (in place). A rule that reads a
+    removed value is skipped: fixing the value may satisfy it.
     """
     repaired = data
     faults: dict[Fault, None] = {}
@@ -120,12 +121,15 @@ def _all_faults(model: type[BaseModel], data: Any, secret: bool) -> list[Fault]:
 
 
 def _consequence(location: Location, error_type: str, unknown: set[Location]) -> bool:
-    """A field that is missing only because its broken value was taken out."""
+    """Whether a field is missing only because its broken value was removed."""
     return error_type == "missing" and location in unknown
 
 
 def _reads(rule: Rule, field: Location) -> bool:
-    """Whether a rule looks at a field below its model, or at something in or around it. Its CEL names the fields it reads."""
+    """Whether a rule reads a field below its model, or anything in or around that field.
+
+    The rule's CEL names the fields it reads.
+    """
     text = re.sub(r"\.\w+\(", " (", rule.cel or f"self.{rule.field}")
     present = {tuple(path.split(".")[1:]) for path in re.findall(r"has\((self[\w.]+)\)", text)}
     values = {
@@ -138,7 +142,7 @@ def _reads(rule: Rule, field: Location) -> bool:
 
 
 def _repair(data: Any, location: Location, *, missing: bool) -> None:
-    """Take the value at `location` out, or put a harmless one in where one is required and missing."""
+    """Remove the value at `location`, or insert a harmless one if one is required and missing."""
     if location and location[-1] == "[key]":
         location = location[:-1]
     if not location:
@@ -146,7 +150,7 @@ def _repair(data: Any, location: Location, *, missing: bool) -> None:
     parent: Any = data
     for step in location[:-1]:
         if isinstance(parent, list) and isinstance(step, int) and step >= len(parent):
-            return  # the entry went with its own earlier fault
+            return  # the entry was removed for an earlier fault
         if isinstance(parent, dict) and step not in parent:
             return
         parent = parent[step]
@@ -190,7 +194,7 @@ def _structural_fault(model: type[BaseModel], detail: ErrorDetails, secret: bool
 
 
 def _message(model: type[BaseModel], detail: ErrorDetails, shown: str) -> str:
-    """Problem and remedy of one error of pydantic's; `shown` stands for the value."""
+    """Problem and remedy of one pydantic error. `shown` stands for the value."""
     context = detail.get("ctx", {})
     match detail["type"]:
         case "missing":
@@ -242,13 +246,13 @@ def _shown(value: object) -> str:
 
 
 def _unknown_field(model: type[BaseModel], location: Location) -> str:
-    known = _fields_at(model, location[:-1])
-    return f"unknown field; {_nearest(str(location[-1]), known, 'valid fields: ' + ', '.join(known))}"
+    names = _fields_at(model, location[:-1])
+    return f"unknown field; {_nearest(str(location[-1]), names, 'valid fields: ' + ', '.join(names))}"
 
 
-def _nearest(word: str, known: list[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(word.strip('"').lower(), [k.lower() for k in known], n=1, cutoff=0.7)
-    return f"did you mean {next(k for k in known if k.lower() == close[0])}?" if close else otherwise
+def _nearest(word: str, names: list[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(word.strip('"').lower(), [k.lower() for k in names], n=1, cutoff=0.7)
+    return f"did you mean {next(k for k in names if k.lower() == close[0])}?" if close else otherwise
 
 
 def _fields_at(model: type[BaseModel], location: Location) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes what is generated from the models into the repository that they lie in: `python -m mmd_api.generate`."""
+"""Writes the files that are generated from the models into their repository: `python -m mmd_api.generate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERRORS_FILE = _REPOSITORY / "docs" / "errors.md"
 
 
 def main() -> None:
-    """The CustomResourceDefinitions, the reference page and the page of errors."""
+    """Write the CustomResourceDefinitions, the reference page and the page of errors."""
     CRD_FILE.write_text(crd_yaml())
     POOL_CRD_FILE.write_text(pool_crd_yaml())
     REFERENCE_FILE.write_text(reference_page())

@@ -1,7 +1,7 @@
-"""Earlier specs of a deployment: which specs count as the same, and how an earlier one comes back. Pure.
+"""Earlier specs of a deployment: which specs count as the same, and how an earlier one is restored. Pure.
 
-As with a Deployment's pod template, the history is of what pods read. Sizes, bounds and deadlines, which the operator alone reads, make
-no new entry and do not come back, nor do those few that pods read besides.
+As with a Deployment's pod template, the history covers what pods read. Sizes, bounds and deadlines, which
+only the operator reads, make no new entry and are not restored, nor are the few of them that pods read too.
 """
 
 from __future__ import annotations
@@ -17,27 +17,42 @@ from mmd_api.resource import GROUP
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 
 SPEC_LABEL = f"{GROUP}/spec"
-"""On ControllerRevisions of deployments: digest of the recorded spec. Those that StatefulSets make for themselves do not have it."""
+"""Label of deployments' ControllerRevisions: digest of the recorded spec.
+
+Those that StatefulSets make for themselves lack it.
+"""
 COMPLETED_ANNOTATION = f"{GROUP}/completed"
-"""On the same: time at which all pods of the spec were Ready for the first time."""
+"""Annotation of the same: time at which all pods of the spec were first Ready."""
 _OF_THE_PRESENT = frozenset(
     {"gateway.replicas", "prefill.startDeadlineSeconds", "decode.startDeadlineSeconds"}
 )
-"""Sizes and deadlines that pods read at runtime too. `nats.replicas` is none of them: all pods start with the servers' addresses."""
+"""Sizes and deadlines that pods read at runtime too.
+
+Not `nats.replicas`: all pods start with the servers' addresses.
+"""
 
 
 def is_read_by_pods(path: str) -> bool:
-    """Whether a change of the field at `path` below `spec` reaches pods, and is no size or deadline, which needs no rollout."""
+    """Whether pods read the field at `path` below `spec`.
+
+    Sizes and deadlines, which need no rollout, do not count.
+    """
     return path not in _OF_THE_PRESENT and effect_of(path) != Effect()
 
 
 def spec_digest(spec: MultimodalDeploymentSpec) -> str:
-    """Ten hex digits of what pods read. Fields with their defaults do not count, so that it outlives releases that only add fields."""
+    """Ten hex digits of what pods read.
+
+    Fields with their defaults do not count, so that the digest outlives releases that only add fields.
+    """
     return hashlib.sha256(canonical(selected(spec, is_read_by_pods)).encode()).hexdigest()[:10]
 
 
 def restored(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded spec with the fields that no pod reads as the present one has them; both as the API server holds them."""
+    """A recorded spec with the present values of the fields that no pod reads.
+
+    Both specs are as the API server holds them.
+    """
     return _restored(present, recorded, MultimodalDeploymentSpec, "")
 
 

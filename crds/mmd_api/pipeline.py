@@ -28,7 +28,7 @@ from mmd_api.status import PinnedRevision
 
 
 def roles_of(spec: MultimodalDeploymentSpec, pool: PoolName) -> tuple[Role, ...]:
-    """Roles that pods of a pool hold, upstream first: a pool that is left out is served by the next one downstream."""
+    """Roles of a pool's pods, upstream first. The next pool downstream does the work of an omitted pool."""
     if pool == "encoder":
         return ("encode",)
     roles: list[Role] = []
@@ -42,7 +42,10 @@ def roles_of(spec: MultimodalDeploymentSpec, pool: PoolName) -> tuple[Role, ...]
 
 
 def encodes_small_media(spec: MultimodalDeploymentSpec, component: str) -> bool:
-    """Whether pods of a component have towers for small media, without the role: an encoder pool encodes the rest."""
+    """Whether pods of a component have towers for small media, without the encode role.
+
+    An encoder pool encodes the rest.
+    """
     prefill = spec.prefill
     return (
         component == "prefill"
@@ -53,30 +56,38 @@ def encodes_small_media(spec: MultimodalDeploymentSpec, component: str) -> bool:
 
 
 def active_roles(spec: MultimodalDeploymentSpec, component: Component) -> tuple[Role, ...]:
-    """Roles whose work pods of a component do: those that they hold, and to encode where they encode small media."""
+    """Roles whose work pods of a component do: those they hold, and encode if they encode small media."""
     roles = _roles(spec, component)
     return ("encode", *roles) if encodes_small_media(spec, component) else roles
 
 
 _KV_FORMAT = ("Auto", "Native")
-"""Data type and wire precision of KV: one of each is served. They stay in the revision, so that those of running deployments do not change."""
+"""Data type and wire precision of KV. Only one of each is served.
+
+They stay in the revision, so that the revisions of running deployments do not change.
+"""
 
 _FIRST_KV_BACKEND = "Nccl"
-"""The default since before backends were in the revision: it is not, so that those of running deployments do not change. Nor is any backend
-where no KV travels."""
+"""The default from before backends were in the revision.
+
+It is left out, so that the revisions of running deployments do not change. So is every backend where no KV
+travels.
+"""
 
 _FIRST_DOTS_PER_INCH = DocumentPolicy().dots_per_inch
-"""The default since documents are served, which is not in the revision either."""
+"""The default since documents are served. It is left out of the revision too."""
 
 
 def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     """Ten hex digits that name the meaning of this pipeline's embeddings and KV blocks.
 
-    Covers the weights and where they come from, those of adapters too, their dtype, how video is sampled and documents are rendered, the tiles of images, the KV block layout and
-    data type, the engine with its quantization, its KV's data type and its extra arguments, the worker image (its processors and
-    adapters) and `WIRE_VERSION`; how and in which format KV travels from prefill to decode pods, if there are both; and into how many pods a replica is
-    divided, so that groups of another size are brought up next to those that serve. Sizes, limits, timeouts, placement and scaling leave
-    it unchanged: pods that differ in those may pair.
+    They cover the weights and where they come from, those of adapters too, and their dtype; how video is
+    sampled and documents are rendered; the tiles of images; the KV block layout and data type; the engine
+    with its quantization, its KV's data type and its extra arguments; the worker image (its processors and
+    adapters); and `WIRE_VERSION`. They also cover how and in which format KV travels from prefill to decode
+    pods, if there are both, and into how many pods a replica is divided, so that groups of another size start
+    next to those that serve. Sizes, limits, timeouts, placement and scaling leave the revision unchanged:
+    pods that differ in those may pair.
     """
     video = spec.gateway.media.video
     meaning = {
@@ -104,7 +115,7 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         meaning["kvDtype"] = pool_dtype
     if spec.prefill is not None and wire_format not in ("Model", pool_dtype):
         meaning["wireFormat"] = wire_format
-    if spec.engine.type != "Native":  # the revisions of running deployments do not change
+    if spec.engine.type != "Native":  # so that the revisions of running deployments do not change
         meaning["engine"] = spec.engine.type
         if formats := spec.engine.formats(prefills=spec.prefill is not None):
             meaning["formats"] = formats
@@ -117,9 +128,10 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
 
 
 def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
-    """Short hash of everything in the spec that pods of a component are made from: pods are replaced when it changes, and only then.
+    """Short hash of all parts of the spec that make the pods of a component.
 
-    It is taken from the spec and not from the manifest, so that an operator that writes manifests differently replaces no pod.
+    Pods are replaced when it changes, and only then. It is taken from the spec and not from the manifest, so
+    that an operator that writes manifests differently replaces no pod.
     """
     roles = _roles(spec, component)
     readers = _readers(spec, component)
@@ -183,7 +195,7 @@ class PipelineConfig(ApiModel):
     def of(
         cls, spec: MultimodalDeploymentSpec, namespace: str, name: str, component: Component
     ) -> PipelineConfig:
-        """What the processes of a component read."""
+        """The configuration that the processes of a component read."""
         return cls.parse(cls.text_for(spec, namespace, name, component))
 
     @classmethod
@@ -191,16 +203,18 @@ class PipelineConfig(ApiModel):
         """Read a file that holds `text_for`.
 
         Raises:
-            OSError, ValueError: it cannot be read, or is no configuration.
+            OSError, ValueError: it cannot be read, or is not a configuration.
         """
         return cls.parse(Path(path).read_text())
 
     @classmethod
     def parse(cls, text: str) -> PipelineConfig:
-        """Read a configuration file's text. Rules between fields are the operator's: a part of a spec need not keep them.
+        """Read the text of a configuration file.
+
+        The operator checks rules between fields; a part of a spec need not keep them.
 
         Raises:
-            ValueError: it is no configuration; the message names the fields.
+            ValueError: the text is not a configuration; the message names the fields.
         """
         config = cls.model_validate(json.loads(text), context=STRUCTURE_ONLY)
         if config.readers is not None:
@@ -209,23 +223,26 @@ class PipelineConfig(ApiModel):
         return config
 
     def dump(self) -> str:
-        """Canonical JSON of all of it."""
+        """The whole configuration as canonical JSON."""
         return canonical(self.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     def with_live_fields_of(self, fresh: PipelineConfig) -> PipelineConfig:
-        """This configuration with the fields of `fresh` that may change while a process runs; the others stay as they are."""
+        """This configuration with the fields of `fresh` that may change while a process runs.
+
+        The other fields stay as they are.
+        """
         live = live_for(EVERY_READER if self.readers is None else self.readers)
         spec = _merged(selected(self.spec, lambda path: not live(path)), selected(fresh.spec, live))
         head = self.model_dump(mode="json", by_alias=True, exclude={"spec"})
         return PipelineConfig.parse(json.dumps({**head, "spec": spec}))
 
 
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Both JSON objects merged; no key is in both."""
-    both = {**one, **other}
+    both = {**first, **second}
     return {
-        key: _merged(one[key], other[key])
-        if key in one and key in other and isinstance(one[key], dict)
+        key: _merged(first[key], second[key])
+        if key in first and key in second and isinstance(first[key], dict)
         else value
         for key, value in both.items()
     }

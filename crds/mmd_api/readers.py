@@ -93,7 +93,7 @@ def _vllm(pool: Literal["prefill", "decode"]) -> dict[str, Effect]:
         f"engine.{pool}.*": _start(pool),
         f"engine.{pool}.quantization": _REVISION,
         f"engine.{pool}.kvCacheDtype": _REVISION,
-        f"engine.{pool}.extraArgs": _REVISION,  # what an argument changes is known to vLLM alone
+        f"engine.{pool}.extraArgs": _REVISION,  # only vLLM knows what an argument changes
     }
 
 
@@ -166,9 +166,8 @@ EFFECTS: Mapping[str, Effect] = {
     "gateway.webPage": _live("gateway"),
     "gateway.auditLog": _live("gateway"),
     "gateway.auth": _start("gateway"),
-    "gateway.auth.keysSecret": _start(
-        "gateway"
-    ),  # the Secret's content is live: a file of its own follows it
+    # The Secret's content is live: a file of its own follows it.
+    "gateway.auth.keysSecret": _start("gateway"),
     "gateway.auth.prefixCache": _start("gateway"),
     "gateway.auth.oidc": _start("gateway"),
     "gateway.auth.oidc.issuer": _start("gateway"),
@@ -176,7 +175,7 @@ EFFECTS: Mapping[str, Effect] = {
     "gateway.auth.oidc.tenantClaim": _start("gateway"),
     "gateway.auth.oidc.defaultTenant": _start("gateway"),
     "gateway.tls": _start("gateway"),
-    "gateway.tls.secretName": _start("gateway"),  # live in the same way
+    "gateway.tls.secretName": _start("gateway"),  # its content is live in the same way
     "gateway.cors": _start("gateway"),
     "gateway.cors.allowedOrigins": _start("gateway"),
     "gateway.files": _start("gateway"),
@@ -263,9 +262,9 @@ def declared(path: str) -> Effect | None:
     parts = path.split(".")
     return next(
         (
-            found
+            effect
             for n in range(len(parts) - 1, 0, -1)
-            if (found := EFFECTS.get(f"{'.'.join(parts[:n])}.*")) is not None
+            if (effect := EFFECTS.get(f"{'.'.join(parts[:n])}.*")) is not None
         ),
         None,
     )
@@ -293,16 +292,16 @@ def spec_paths(model: type[BaseModel] = MultimodalDeploymentSpec, prefix: str = 
 
 def changed_paths(before: MultimodalDeploymentSpec, after: MultimodalDeploymentSpec) -> list[str]:
     """Paths of the fields that differ, in spec order. An object that was added or removed is listed without its fields."""
-    gone: list[str] = []
+    differing: list[str] = []
     for path in spec_paths():
-        if any(path.startswith(f"{part}.") for part in gone):
+        if any(path.startswith(f"{part}.") for part in differing):
             continue
-        one, other = (value_at(spec, path) for spec in (before, after))
-        if isinstance(one, ApiModel) and isinstance(other, ApiModel):
+        old, new = (value_at(spec, path) for spec in (before, after))
+        if isinstance(old, ApiModel) and isinstance(new, ApiModel):
             continue  # its fields are compared one by one
-        if one != other:
-            gone.append(path)
-    return gone
+        if old != new:
+            differing.append(path)
+    return differing
 
 
 def value_at(spec: ApiModel, path: str) -> object:
@@ -326,7 +325,7 @@ def part_of(field: FieldInfo) -> type[ApiModel] | None:
 
 def selected(part: ApiModel, wanted: Wanted, prefix: str = "") -> dict[str, Any]:
     """The wanted fields as JSON, omitting defaults, so that the result stays the same across releases that only add fields."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, field in type(part).model_fields.items():
         if name not in part.__dict__:
             continue
@@ -335,11 +334,11 @@ def selected(part: ApiModel, wanted: Wanted, prefix: str = "") -> dict[str, Any]
         if isinstance(value, ApiModel):
             below = selected(value, wanted, f"{path}.")
             if below or field.is_required() or (field.default is None and wanted(path)):
-                found[alias] = below
+                result[alias] = below
         elif wanted(path) and value != field.get_default(call_default_factory=True):
             dumped = part.model_dump(mode="json", by_alias=True, include={name}, exclude_none=True)
-            found |= dumped
-    return found
+            result |= dumped
+    return result
 
 
 def read_by(readers: Sequence[Reader]) -> Wanted:
@@ -369,9 +368,8 @@ def canonical(content: object) -> str:
 
 def limited_to(part: SpecPart, wanted: Wanted, prefix: str = "") -> SpecPart:
     """A copy without the unwanted fields. Reading one raises AttributeError rather than returning a default."""
-    copy = (
-        part.model_copy()
-    )  # a shallow copy; nested objects are copied below, because instances share default objects
+    # A shallow copy. Nested objects are copied below, because instances share default objects.
+    copy = part.model_copy()
     for name, field in type(part).model_fields.items():
         if name not in part.__dict__:
             continue

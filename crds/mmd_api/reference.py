@@ -108,7 +108,10 @@ def _table(node: Schema, path: str) -> str:
 
 
 def change_of(path: str) -> str:
-    """What a change of a field of the spec does to running pods; nothing for a part whose fields have their own."""
+    """The effect that a change of a field of the spec has on running pods.
+
+    Empty for a part whose fields have effects of their own.
+    """
     path = path.partition("[]")[0]  # a list is taken as a whole
     if path not in set(spec_paths()):
         return ""
@@ -116,7 +119,8 @@ def change_of(path: str) -> str:
         return "new revision"
     owner = path.partition(".")[0]
     readers = {component: readers_of(component, roles) for component, roles in _ROLES.items()}
-    replaced = [c for c in _ROLES if replacing(c, readers[c])(path) and c != path]  # a pool comes or goes
+    # A field that is a pool (`c == path`) adds or removes the pool itself.
+    replaced = [c for c in _ROLES if replacing(c, readers[c])(path) and c != path]
     running = [c for c in _ROLES if live_for(readers[c])(path) and c not in replaced]
     if not replaced:
         return "no restart"

@@ -87,7 +87,7 @@ def load(path: str | Path) -> MultimodalDeployment:
     """The one MultimodalDeployment of a YAML file (`-`: standard input).
 
     Raises:
-        InvalidDeploymentError: the file cannot be read, is no YAML, has faults, or holds more than one.
+        InvalidDeploymentError: the file cannot be read, is not YAML, has faults, or holds more than one.
     """
     found = load_all(path)
     if len(found) > 1:
@@ -106,20 +106,20 @@ def load_all(path: str | Path) -> list[MultimodalDeployment]:
     """
     documents = [d for d in _documents(_read(path)) if d is not None]
     faults: list[Fault] = []
-    found: list[MultimodalDeployment] = []
+    deployments: list[MultimodalDeployment] = []
     for number, document in enumerate(documents):
         if _of_another_group(document):
             continue
         try:
-            found.append(MultimodalDeployment.parse(document))
+            deployments.append(MultimodalDeployment.parse(document))
         except InvalidDeploymentError as error:
             where = f"document[{number}]." if len(documents) > 1 else ""
             faults += [Fault(f"{where}{f.field}".rstrip("."), f.message) for f in error.faults]
-    if not found and not faults:
+    if not deployments and not faults:
         faults = [Fault("", f"contains no {KIND}; start it with apiVersion: {API_VERSION}, kind: {KIND}")]
     if faults:
         raise InvalidDeploymentError(faults)
-    return found
+    return deployments
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -127,15 +127,15 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping whose keys are all different."""
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                continue  # a number, or a list, which is refused where the mapping is built
-            if key.value in seen:
+                continue  # a number, or a list, which is refused when the mapping is built
+            if key.value in keys:
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {key.value!r} appears twice in one mapping", problem_mark=key.start_mark
                 )
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 

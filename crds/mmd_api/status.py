@@ -125,16 +125,19 @@ class PoolThroughput(ApiModel):
 
     @classmethod
     def of(cls, rates: Mapping[str, float], time: datetime) -> PoolThroughput:
-        """From rates a second by kind (image, video, audio, tokens); other kinds are left out."""
-        known = {kind: rates[kind] for kind in _KINDS if rates.get(kind, 0.0) >= 0.001}
-        milli = {f"{kind}_milli": min(LARGEST_MILLI, round(1000 * rate)) for kind, rate in known.items()}
+        """Throughput from rates per second by kind (image, video, audio, tokens).
+
+        Other kinds are left out.
+        """
+        measured = {kind: rates[kind] for kind in _KINDS if rates.get(kind, 0.0) >= 0.001}
+        milli = {f"{kind}_milli": min(LARGEST_MILLI, round(1000 * rate)) for kind, rate in measured.items()}
         return cls(time=time, **milli)
 
     @property
     def rates(self) -> dict[str, float]:
-        """By kind, a second."""
-        found = {kind: getattr(self, f"{kind}_milli") for kind in _KINDS}
-        return {kind: milli / 1000 for kind, milli in found.items() if milli is not None}
+        """Rates per second, by kind."""
+        milli_by_kind = {kind: getattr(self, f"{kind}_milli") for kind in _KINDS}
+        return {kind: milli / 1000 for kind, milli in milli_by_kind.items() if milli is not None}
 
 
 _KINDS = (*MODALITIES, "tokens")
@@ -171,7 +174,7 @@ class PoolsStatus(ApiModel):
 
     @property
     def summary(self) -> str:
-        """Ready and desired pods at a glance: `E 1/2 P 1/1 D 4/4`; a pool that is left out is left out."""
+        """Ready and desired pods at a glance, without omitted pools: `E 1/2 P 1/1 D 4/4`."""
         entries = (("E", self.encoder), ("P", self.prefill), ("D", self.decode))
         return " ".join(f"{letter} {p.ready}/{p.desired}" for letter, p in entries if p is not None)
 
@@ -203,9 +206,9 @@ class PinnedRevision(ApiModel):
         Field(
             max_length=MAX_ADAPTERS,
             json_schema_extra=keyed_by("name"),
-            exclude_if=_is_empty,  # pods and operators of the release before do not know the field
+            exclude_if=_is_empty,  # pods and operators of the previous release do not know the field
         ),
-    ] = Field(default_factory=list)  # no default in the schema, which the API server would write
+    ] = Field(default_factory=list)  # no default in the schema: the API server would write it
     """Commits of the adapters from the hub."""
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Digest reference of the worker image, as reported by the node."""

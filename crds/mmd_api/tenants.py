@@ -1,8 +1,9 @@
-"""Tenants and their API keys: the file `keys.yaml` of the Secret that `spec.gateway.auth` names, and how keys are made and hashed.
+"""Tenants and their API keys: the file `keys.yaml` of the Secret that `spec.gateway.auth` names, and its keys
+and hashes.
 
-The file has hashes, never keys. A key is 256 random bits, which nobody can guess from a hash, so one SHA-256 without a salt is enough.
-Independent of the gateway. No message quotes a value of the file, which might be a key that someone has put there by mistake, except the
-names of tenants, once they are known to be names.
+The file has hashes, never keys. A key is 256 random bits, which nobody can guess from a hash, so one SHA-256
+without a salt is enough. Independent of the gateway. No message quotes a value of the file, which might be a
+key that someone put there by mistake. Names of tenants are quoted once they are known to be names.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ HASH_PREFIX = "sha256:"
 
 
 def _refuse_null(value: object) -> object:
-    """A field that restricts its tenant, and is there without a value: to take it as omitted would lift the restriction."""
+    """Refuse a field that restricts its tenant and has no value.
+
+    To take it as omitted would lift the restriction.
+    """
     if value is None:
         raise PydanticCustomError("null", "null")
     return value
@@ -90,7 +94,7 @@ class InvalidKeysError(ValueError):
 
 
 class _Loader(UniqueKeyLoader):
-    """Aliases are refused: a few of them make a small file large."""
+    """Refuses aliases: a few of them make a small file large."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -115,7 +119,7 @@ def parse_tenants(text: str) -> tuple[Tenant, ...]:
         ) from None
     except RecursionError:
         raise InvalidKeysError("is nested too deeply; flatten it") from None
-    except Exception:  # noqa: BLE001 - a tag whose value is no such thing, which PyYAML's constructors raise anything for
+    except Exception:  # noqa: BLE001 - PyYAML's constructors raise anything for a tag with an invalid value
         raise InvalidKeysError("is not readable as YAML; fix it") from None
     try:
         tenants = parse(_KeysFile, data, secret=True).tenants
@@ -157,7 +161,7 @@ def digest(key: bytes) -> bytes:
 
 
 def hash_of(key: str) -> str:
-    """A key as `keys.yaml` has it."""
+    """The hash of a key, as `keys.yaml` has it."""
     return HASH_PREFIX + digest(key.encode()).hex()
 
 

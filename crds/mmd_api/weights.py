@@ -17,8 +17,11 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One model or adapter to download. `field`: of the spec, for messages; `url`: `hf://owner/name@revision`, or what
-    `spec.model.storage.url` has."""
+    """One model or adapter to download.
+
+    `field`: its field of the spec, for messages. `url`: `hf://owner/name@revision`, or the value of
+    `spec.model.storage.url`.
+    """
 
     field: str
     url: str
@@ -30,14 +33,20 @@ class Download:
 
 
 def downloads_of(spec: MultimodalDeploymentSpec) -> tuple[Download, ...]:
-    """What pods of a deployment need: the model first, then adapters from the hub. Empty where nothing can be downloaded."""
+    """The downloads that pods of a deployment need: the model first, then adapters from the hub.
+
+    Empty if nothing can be downloaded.
+    """
     url = url_of(spec.model)
     if url is None:
         return ()
     adapters = {
         hub_url(a): f"spec.engine.adapters[{a.name}]" for a in spec.engine.adapters if a.source == "HubId"
     }
-    return (Download("spec.model", url), *(Download(field, found) for found, field in adapters.items()))
+    return (
+        Download("spec.model", url),
+        *(Download(field, adapter_url) for adapter_url, field in adapters.items()),
+    )
 
 
 def url_of(part: ModelSpec | AdapterSpec) -> str | None:
@@ -53,6 +62,6 @@ def hub_url(part: ModelSpec | AdapterSpec) -> str:
 
 
 def folder_of(url: str) -> str:
-    """A name that people recognise, and a digest that tells downloads apart."""
+    """Name of a folder: a part that people recognise, and a digest that tells downloads apart."""
     readable = _NOT_IN_A_NAME.sub("--", url.partition("://")[2]).strip("-.")[-MAX_READABLE_CHARACTERS:]
     return f"{readable.strip('-.')}-{hashlib.sha256(url.encode()).hexdigest()[:10]}"

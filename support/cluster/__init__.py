@@ -1,1 +1,1 @@
-"""API servers, operators and what else a cluster has, for tests that play its controllers."""
+"""API servers, operators and other parts of a cluster, for tests that play its controllers."""

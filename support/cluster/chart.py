@@ -18,7 +18,7 @@ RELEASE, RELEASE_NAMESPACE = "multimodal-operator", "multimodal-system"
 
 
 def helm_folder() -> Path:
-    """A folder with helm and kubectl. Skips the test where there is no helm; under CI, fails it."""
+    """A folder with helm and kubectl. Without helm, skips the test, or fails it under CI."""
     folder = binaries()
     if not (folder / "helm").exists() and (on_path := shutil.which("helm")):
         folder = Path(on_path).parent
@@ -47,10 +47,10 @@ def render(folder: Path, *arguments: str) -> str:
 
 def objects(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """The rendered objects by `Kind/name`, or `Kind/namespace/name` outside the release's namespace."""
-    found = {}
+    by_name = {}
     for item in filter(None, yaml.safe_load_all(render(folder, *arguments))):
         metadata = item["metadata"]
         other = metadata.get("namespace", RELEASE_NAMESPACE)
         place = "" if other == RELEASE_NAMESPACE else f"{other}/"
-        found[f"{item['kind']}/{place}{metadata['name']}"] = item
-    return found
+        by_name[f"{item['kind']}/{place}{metadata['name']}"] = item
+    return by_name

@@ -1,4 +1,4 @@
-"""etcd and kube-apiserver on loopback, to be started, stopped and started again, and the binaries they come from."""
+"""etcd and kube-apiserver on loopback, which tests start, stop and restart, and their binaries."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ SHARED_BUILD = REPOSITORY.parent / "shared" / "k8s"
 CACHED_BUILD = REPOSITORY / ".cache" / "kubernetes"
 TOKEN = "test"
 CONTROLLERS = ("clusterrole-aggregation-controller", "namespace-controller")
-"""Of kube-controller-manager, those whose work no test plays."""
+"""Controllers of kube-controller-manager whose work no test plays."""
 
 
 def binaries() -> Path:
     """A folder with etcd, kube-apiserver and kubectl.
 
-    From KUBEBUILDER_ASSETS, else the cached build, else a prebuilt one beside the repository, else the PATH, else built
-    by `e2e/kubernetes/build.sh` where Go is. Nothing of these: skipped, but under CI failed.
+    From KUBEBUILDER_ASSETS, else the cached build, else a prebuilt one beside the repository, else the PATH,
+    else built by `e2e/kubernetes/build.sh` if Go is installed. Otherwise the test is skipped, or fails under
+    CI.
     """
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         return Path(assets)
@@ -55,7 +56,7 @@ def binaries() -> Path:
 
 
 def write_kubeconfig(path: Path, server: str, token: str) -> Path:
-    """A kubeconfig for an API server, or what stands in its place, whose certificate nobody checks."""
+    """Write a kubeconfig for an API server or its stand-in. Nobody checks the server's certificate."""
     body = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -138,11 +139,11 @@ class ControlPlane:
         return path
 
     def kubeconfig(self, token: str = TOKEN) -> Path:
-        """A kubeconfig for whom the token stands."""
+        """Write a kubeconfig for the user of a token."""
         return write_kubeconfig(self.folder / f"kubeconfig-{abs(hash(token))}.yaml", self.url, token)
 
     def start_controllers(self) -> None:
-        """Run `CONTROLLERS` until `stop`. Skips the test where there is no kube-controller-manager."""
+        """Run `CONTROLLERS` until `stop`. Skips the test if there is no kube-controller-manager."""
         program = self.binaries / "kube-controller-manager"
         if not program.exists():
             lacking(

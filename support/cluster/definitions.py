@@ -1,4 +1,7 @@
-"""Definitions of kinds that users install beside this project, put into an API server for as long as a test needs them."""
+"""Definitions of kinds that users install beside this project.
+
+An API server has them as long as a test needs them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ GROUP_SETS = yaml.safe_load((HERE / "leaderworkersets.yaml").read_text())
 HTTP_ROUTES = yaml.safe_load((HERE / "httproutes.yaml").read_text())
 INFERENCE_POOLS = yaml.safe_load((HERE / "inferencepools.yaml").read_text())
 OF_USERS = {d["spec"]["group"]: d for d in (GROUP_SETS, HTTP_ROUTES, INFERENCE_POOLS)}
-"""By group."""
+"""Definitions by group."""
 
 
 @contextmanager
 def installed(api: client.ApiClient, definition: dict[str, Any]) -> Iterator[None]:
-    """The definition, served as long as this lasts."""
+    """Serve the definition until the block ends."""
     try:
         establish(api, definition)
         yield

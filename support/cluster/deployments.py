@@ -1,4 +1,4 @@
-"""The deployment that the tests of this room begin with: every pool, no GPU."""
+"""The deployment that tests on a cluster begin with: every pool, no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPEC: dict[str, Any] = {
     "transfer": {"kv": {"backend": "Gloo"}},
 }
 ANOTHER_MODEL = {"model": {"id": "builtin/demo", "dtype": "BFloat16"}}
-"""A change of what the pipeline means."""
+"""A change that makes another pipeline revision."""
 FIRST_MODEL = {"model": SPEC["model"]}
 
 

@@ -1,4 +1,7 @@
-"""A deployment with a route and an Ingress, and the part of a gateway controller that reports on routes, which the test plays."""
+"""A deployment with a route and an Ingress.
+
+The test plays the part of a gateway controller that reports on routes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ WHERE = (GATEWAY_API_GROUP, GATEWAY_API_VERSION)
 
 
 def route(namespace: Namespace, name: str = "demo-gateway") -> dict[str, Any]:
-    """The HTTPRoute.
+    """Read the HTTPRoute.
 
     Raises:
         LookupError: it does not exist.
@@ -37,25 +40,28 @@ def route(namespace: Namespace, name: str = "demo-gateway") -> dict[str, Any]:
 
 
 def report(namespace: Namespace, generation: int | None = None, **verdicts: tuple[str, str, str]) -> None:
-    """Report on the route for its parents as the controller of their class does. `verdicts`: by type of condition, status, reason and
-    message; both that the Gateway API requires are True where nothing else is said."""
-    found = route(namespace)
-    said = {"Accepted": ("True", "Accepted", ""), "ResolvedRefs": ("True", "ResolvedRefs", ""), **verdicts}
+    """Report on the route for its parents, as the controller of their class does.
+
+    `verdicts`: status, reason and message by type of condition. Both conditions that the Gateway API requires
+    are True by default.
+    """
+    http_route = route(namespace)
+    by_type = {"Accepted": ("True", "Accepted", ""), "ResolvedRefs": ("True", "ResolvedRefs", ""), **verdicts}
     conditions = [
         {
             "type": kind,
             "status": status,
             "reason": reason,
             "message": message,
-            "observedGeneration": generation or found["metadata"]["generation"],
+            "observedGeneration": generation or http_route["metadata"]["generation"],
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         }
-        for kind, (status, reason, message) in said.items()
+        for kind, (status, reason, message) in by_type.items()
     ]
     parents = [
         {"parentRef": parent, "controllerName": "example.com/controller", "conditions": conditions}
-        for parent in found["spec"]["parentRefs"]
+        for parent in http_route["spec"]["parentRefs"]
     ]
     namespace.custom.patch_namespaced_custom_object_status(
-        *WHERE, namespace.name, HTTP_ROUTES, found["metadata"]["name"], {"status": {"parents": parents}}
+        *WHERE, namespace.name, HTTP_ROUTES, http_route["metadata"]["name"], {"status": {"parents": parents}}
     )

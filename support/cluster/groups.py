@@ -1,4 +1,4 @@
-"""A namespace's LeaderWorkerSets: the test plays their controller, which makes groups of pods."""
+"""Plays the controller of a namespace's LeaderWorkerSets, which makes groups of pods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.cluster.standin import Namespace
 
 WHERE = (LWS_GROUP, LWS_VERSION)
 IMAGE = f"docker.io/library/multimodal-worker@sha256:{'a' * 64}"
-"""What nodes pull for the tag."""
+"""Image that nodes pull for the tag."""
 ONE_POD: dict[str, Any] = {
     "model": {"id": "builtin/demo", "dtype": "Float32"},
     "engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2}},
@@ -27,25 +27,28 @@ GROUPS = {
     **ONE_POD,
     "engine": {"type": "VLLM", "decode": {"tensorParallelSize": 2, "pipelineParallelSize": 2}},
 }
-"""Four GPUs of a replica, two of a pod."""
+"""Four GPUs for each replica, two for each pod."""
 
 
 class GroupController:
-    """Makes the StatefulSets and pods of LeaderWorkerSets, on nodes at once, and reports how many groups are Ready: those whose pods all are.
-    The StatefulSets, which make nothing here, have the labels of their LeaderWorkerSet, as since its release 0.10."""
+    """Makes the StatefulSets and pods of LeaderWorkerSets, and reports how many groups are Ready.
+
+    Pods are on nodes at once. A group is Ready if all its pods are. The StatefulSets, which make nothing
+    here, have the labels of their LeaderWorkerSet, as since its release 0.10.
+    """
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
 
     def sets(self) -> list[dict[str, Any]]:
-        found = self.namespace.custom.list_namespaced_custom_object(
+        listed = self.namespace.custom.list_namespaced_custom_object(
             *WHERE, self.namespace.name, LWS_PLURAL, label_selector=DEPLOYMENT_LABEL
         )
-        return list(found["items"])
+        return list(listed["items"])
 
     def only(self) -> dict[str, Any]:
-        (found,) = self.sets()
-        return found
+        (group_set,) = self.sets()
+        return group_set
 
     def pods(self) -> dict[str, Any]:
         """Pods of groups, by name."""
@@ -55,44 +58,44 @@ class GroupController:
         return {pod.metadata.name: pod for pod in listed.items}
 
     def step(self) -> None:
-        """Once: pods that are missing are made, those beyond the size go, and the status says how many groups are Ready."""
-        present, wanted = self.pods(), {}
+        """Make missing pods, remove those beyond the size, and report how many groups are Ready."""
+        present, expected = self.pods(), {}
         self._keep_stateful_sets()
         for item in self.sets():
             name, spec = item["metadata"]["name"], item["spec"]
             templates = spec["leaderWorkerTemplate"]
             for group in range(spec["replicas"]):
-                wanted[f"{name}-{group}"] = (templates["leaderTemplate"], name, group, 0)
+                expected[f"{name}-{group}"] = (templates["leaderTemplate"], name, group, 0)
                 for worker in range(1, templates["size"]):
-                    wanted[f"{name}-{group}-{worker}"] = (templates["workerTemplate"], name, group, worker)
-        for pod in present.keys() - wanted.keys():
+                    expected[f"{name}-{group}-{worker}"] = (templates["workerTemplate"], name, group, worker)
+        for pod in present.keys() - expected.keys():
             self.namespace._end_pod(pod)
-        for pod, one in wanted.items():
+        for pod, arguments in expected.items():
             if pod not in present:
-                self._make(pod, *one)
-        ready = {pod for pod, found in present.items() if _is_ready(found)}
+                self._make(pod, *arguments)
+        ready = {name for name, pod in present.items() if _is_ready(pod)}
         for item in self.sets():
             self._report(item, ready)
 
     def stateful_sets(self) -> dict[str, Any]:
-        """Those of LeaderWorkerSets, by name."""
+        """The StatefulSets of LeaderWorkerSets, by name."""
         listed = self.namespace.apps.list_namespaced_stateful_set(
             self.namespace.name, label_selector=SET_NAME_LABEL
         )
         return {item.metadata.name: item for item in listed.items}
 
     def _keep_stateful_sets(self) -> None:
-        """One of all leaders, and one for the followers of each group."""
-        present, wanted, apps = self.stateful_sets(), {}, self.namespace.apps
+        """Keep one StatefulSet for all leaders, and one for the followers of each group."""
+        present, expected, apps = self.stateful_sets(), {}, self.namespace.apps
         for item in self.sets():
             name, spec = item["metadata"]["name"], item["spec"]
             templates = spec["leaderWorkerTemplate"]
-            wanted[name] = (item, spec["replicas"], templates["leaderTemplate"])
+            expected[name] = (item, spec["replicas"], templates["leaderTemplate"])
             for group in range(spec["replicas"]):
-                wanted[f"{name}-{group}"] = (item, templates["size"] - 1, templates["workerTemplate"])
-        for name in present.keys() - wanted.keys():
+                expected[f"{name}-{group}"] = (item, templates["size"] - 1, templates["workerTemplate"])
+        for name in present.keys() - expected.keys():
             apps.delete_namespaced_stateful_set(name, self.namespace.name)
-        for name, (item, replicas, template) in wanted.items():
+        for name, (item, replicas, template) in expected.items():
             if name not in present:
                 apps.create_namespaced_stateful_set(
                     self.namespace.name, _stateful_set(name, item, replicas, template)
@@ -135,7 +138,7 @@ class GroupController:
             )
 
     def run(self, pod: str, address: str | None = None) -> None:
-        """A kubelet runs a pod, and it is Ready."""
+        """Let a kubelet run a pod, which is then Ready."""
         conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")]
         container = {"name": "worker", "image": "none", "imageID": IMAGE, "ready": True, "restartCount": 0}
         status: dict[str, Any] = {
@@ -155,7 +158,7 @@ class GroupController:
         self.namespace.core.patch_namespaced_pod_status(pod, self.namespace.name, {"status": status})
 
     def crash(self, pod: str, words: str) -> None:
-        """A container ends and is started again."""
+        """Let a container end and start again."""
         ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": words}}
         state = {
             "name": "worker",
@@ -170,17 +173,19 @@ class GroupController:
         self.set_status(pod, {"conditions": unready, "containerStatuses": [state]})
 
     def recreate(self, group: str) -> None:
-        """What restartPolicy: RecreateGroupOnPodRestart does."""
+        """Recreate a group, as restartPolicy: RecreateGroupOnPodRestart does."""
         for name in self.pods():
             if name == group or name.startswith(f"{group}-"):
                 self.namespace._end_pod(name)
         self.step()
 
 
-def _stateful_set(name: str, of: dict[str, Any], replicas: int, template: dict[str, Any]) -> dict[str, Any]:
-    metadata, selector = of["metadata"], {SET_NAME_LABEL: name}
+def _stateful_set(
+    name: str, group_set: dict[str, Any], replicas: int, template: dict[str, Any]
+) -> dict[str, Any]:
+    metadata, selector = group_set["metadata"], {SET_NAME_LABEL: name}
     labels = {**template["metadata"]["labels"], **selector}
-    owner = {"apiVersion": of["apiVersion"], "kind": of["kind"], "controller": True}
+    owner = {"apiVersion": group_set["apiVersion"], "kind": group_set["kind"], "controller": True}
     return {
         "metadata": {
             "name": name,

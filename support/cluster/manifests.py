@@ -1,4 +1,4 @@
-"""The table of bad manifests, for whoever refuses them: our own reader here, the API server in its suite."""
+"""The table of bad manifests, which our own reader and, in its suite, the API server must refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TABLE = yaml.safe_load((Path(__file__).parents[2] / "tests" / "api" / "bad_manif
 
 @dataclass(frozen=True)
 class BadManifest:
-    """A manifest, and where and in which words it must be refused."""
+    """A manifest, and the field and words with which it must be refused."""
 
     name: str
     manifest: dict[str, Any]

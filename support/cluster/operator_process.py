@@ -1,4 +1,4 @@
-"""The operator as a separate process: started, stopped, killed, frozen.
+"""Runs the operator as a separate process, which tests start, stop, kill and freeze.
 
 Processes are forked from one that has already imported everything, so that a test may start dozens of them.
 """
@@ -30,7 +30,7 @@ _CONTEXT.set_forkserver_preload(
 
 
 def another_release() -> None:
-    """An operator that builds every pod template differently from the same spec."""
+    """Turn this process into another release, which builds every pod template differently from the same spec."""
     from mmd_operator.resources import pods
 
     pods.PROBE_TIMEOUT_SECONDS += 1
@@ -38,7 +38,7 @@ def another_release() -> None:
 
 @dataclass(frozen=True)
 class _Launch:
-    """How an operator runs. `pauses`: its pauses; None for those of the command line, which are those of production."""
+    """How an operator runs. `pauses`: None for those of the command line, which are those of production."""
 
     namespaces: tuple[str, ...]
     lease_namespace: str
@@ -56,7 +56,7 @@ class _Launch:
 
 
 def _run(launch: _Launch) -> None:
-    """What the `mmd` program does with a command line, in this process."""
+    """Run an operator in this process."""
     if launch.prepare is not None:
         launch.prepare()
     out = os.open(launch.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -88,9 +88,10 @@ def _run_with(launch: _Launch, pauses: Pauses) -> None:
 
 
 class OperatorProcess:
-    """`mmd operator` against an API server. Its Lease is in `lease_namespace`, else in the first one it serves.
+    """`mmd operator` against an API server.
 
-    `namespace` empty: it serves all of them.
+    `namespace`: the namespace that it serves; empty: all of them. `lease_namespace`: namespace of its Lease;
+    by default the first one it serves.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class OperatorProcess:
         return self.log.read_text()
 
     def stacks(self) -> str:
-        """What it does now, for the report of a test that waits in vain."""
+        """The stacks and log of the process, for the report of a test that waits in vain."""
         if self.process.exitcode is None:
             self._signal(signal.SIGUSR1)
             self.process.join(1)

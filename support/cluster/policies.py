@@ -1,6 +1,7 @@
-"""What NetworkPolicies let through, as their API defines it: policies add up, and a pod that none selects for a direction is open in it.
+"""Evaluates NetworkPolicies as their API defines them.
 
-Knows what this project's policies have, and fails at anything else rather than guess: named ports, for one.
+Policies add up, and a pod that none selects for a direction is open in it. Knows what this project's policies
+have, and fails at anything else rather than guess: named ports, for one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def lets_through(
     """Whether a connection passes the policies for egress of its source and those for ingress of its target."""
     policies = list(policies)
     return all(
-        _passes(policies, direction, of, peer, port, protocol)
-        for direction, of, peer in (("Egress", source, target), ("Ingress", target, source))
+        _passes(policies, direction, pod, peer, port, protocol)
+        for direction, pod, peer in (("Egress", source, target), ("Ingress", target, source))
     )
 
 
@@ -43,35 +44,35 @@ def selects(selector: dict[str, Any], labels: Labels) -> bool:
 
 
 def _expression(expression: dict[str, Any], labels: Labels) -> bool:
-    found = labels.get(expression["key"])
+    value = labels.get(expression["key"])
     match expression["operator"]:
         case "In":
-            return found in expression["values"]
+            return value in expression["values"]
         case "NotIn":
-            return found not in expression["values"]
+            return value not in expression["values"]
         case "Exists":
-            return found is not None
+            return value is not None
         case "DoesNotExist":
-            return found is None
+            return value is None
         case other:
             raise ValueError(f"no operator of a label selector: {other}")
 
 
 def _passes(
-    policies: list[dict[str, Any]], direction: str, of: Place, peer: Place, port: int, protocol: str
+    policies: list[dict[str, Any]], direction: str, pod: Place, peer: Place, port: int, protocol: str
 ) -> bool:
-    if of.labels is None:
+    if pod.labels is None:
         return True
     applying = [
         policy["spec"]
         for policy in policies
-        if policy["metadata"]["namespace"] == of.namespace
+        if policy["metadata"]["namespace"] == pod.namespace
         and direction in _directions(policy["spec"])
-        and selects(policy["spec"]["podSelector"], of.labels)
+        and selects(policy["spec"]["podSelector"], pod.labels)
     ]
     key, ends = direction.lower(), "to" if direction == "Egress" else "from"
     return not applying or any(
-        _rule(rule, ends, of, peer, port, protocol) for spec in applying for rule in spec.get(key, ())
+        _rule(rule, ends, pod, peer, port, protocol) for spec in applying for rule in spec.get(key, ())
     )
 
 
@@ -80,25 +81,25 @@ def _directions(spec: dict[str, Any]) -> list[str]:
     return spec.get("policyTypes") or ["Ingress", *(["Egress"] if "egress" in spec else [])]
 
 
-def _rule(rule: dict[str, Any], ends: str, of: Place, peer: Place, port: int, protocol: str) -> bool:
+def _rule(rule: dict[str, Any], ends: str, pod: Place, peer: Place, port: int, protocol: str) -> bool:
     _only(rule, ends, "ports")
     at_port = not rule.get("ports") or any(_port(each, port, protocol) for each in rule["ports"])
-    return at_port and (not rule.get(ends) or any(_peer(each, of, peer) for each in rule[ends]))
+    return at_port and (not rule.get(ends) or any(_peer(each, pod, peer) for each in rule[ends]))
 
 
-def _port(wanted: dict[str, Any], port: int, protocol: str) -> bool:
-    _only(wanted, "port", "endPort", "protocol")
-    first = wanted.get("port")
+def _port(rule_port: dict[str, Any], port: int, protocol: str) -> bool:
+    _only(rule_port, "port", "endPort", "protocol")
+    first = rule_port.get("port")
     if not isinstance(first, int | None):
         raise TypeError(f"a named port: {first}")
-    last = wanted.get("endPort", first)
-    return wanted.get("protocol", "TCP") == protocol and (first is None or first <= port <= last)
+    last = rule_port.get("endPort", first)
+    return rule_port.get("protocol", "TCP") == protocol and (first is None or first <= port <= last)
 
 
-def _peer(wanted: dict[str, Any], of: Place, peer: Place) -> bool:
-    _only(wanted, "podSelector", "namespaceSelector", "ipBlock")
-    if (block := wanted.get("ipBlock")) is not None:
-        # Whether a block holds for pods is up to the network plugin: counted only where the answer is the same for all.
+def _peer(rule_peer: dict[str, Any], pod: Place, peer: Place) -> bool:
+    _only(rule_peer, "podSelector", "namespaceSelector", "ipBlock")
+    if (block := rule_peer.get("ipBlock")) is not None:
+        # Network plugins differ on whether an ipBlock applies to pods, so it counts only for addresses outside the cluster.
         address = ipaddress.ip_address(peer.address)
         inside = [ipaddress.ip_network(each) for each in block.get("except", ())]
         return (
@@ -108,11 +109,11 @@ def _peer(wanted: dict[str, Any], of: Place, peer: Place) -> bool:
         )
     if peer.labels is None:
         return False
-    if "namespaceSelector" in wanted:
-        there = selects(wanted["namespaceSelector"], peer.namespace_labels)
+    if "namespaceSelector" in rule_peer:
+        in_namespace = selects(rule_peer["namespaceSelector"], peer.namespace_labels)
     else:
-        there = peer.namespace == of.namespace
-    return there and selects(wanted.get("podSelector", {}), peer.labels)
+        in_namespace = peer.namespace == pod.namespace
+    return in_namespace and selects(rule_peer.get("podSelector", {}), peer.labels)
 
 
 def _only(mapping: dict[str, Any], *keys: str) -> None:

@@ -1,4 +1,4 @@
-"""The operator's pauses for tests, where waiting proves nothing."""
+"""Short pauses of the operator, for tests where waiting proves nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FRACTION = 0.2
 AS_IN_PRODUCTION = frozenset(
     {"gather_seconds", "namespace_seconds", "sweep_seconds", "sweep_settle_seconds", "lease_seconds"}
 )
-"""Pauses that no test waits for: made shorter, they would only cost calls."""
+"""Pauses that no test waits for. Shorter ones would only cost calls."""
 
 QUICK_PAUSES = Pauses(
     **{

@@ -1,4 +1,7 @@
-"""One API server, with the definitions of all kinds and one operator for all namespaces, that the pytest processes of a run share."""
+"""One API server that the pytest processes of a run share.
+
+It has the definitions of all kinds, and one operator for all namespaces.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ START_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class SharedServer:
-    """The server as its users know it. They must not restart the operator, nor change definitions."""
+    """The server as its users know it. They must neither restart the operator nor change definitions."""
 
     url: str
     kubeconfig: str

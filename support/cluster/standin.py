@@ -1,4 +1,7 @@
-"""A namespace in which the test plays the controllers and the kubelet: it says of workloads that their pods are there, or are not."""
+"""A namespace in which the test plays the controllers and the kubelet.
+
+It reports of workloads that their pods are running, or are not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def _without_addresses(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class Namespace:
-    """One namespace and what a test does in it."""
+    """One namespace, and the actions of a test in it."""
 
     def __init__(self, api: client.ApiClient, name: str) -> None:
         self.name = name
@@ -37,20 +40,22 @@ class Namespace:
         self.broken: set[str] = set()
         """Pipeline revisions whose pods never become ready."""
         self.unready: set[str] = set()
-        """Pods that do not either."""
+        """Pods that never become ready."""
 
     @classmethod
     def create(cls, api: client.ApiClient, test_name: str) -> Namespace:
-        """`test_name`: another one each time that a test runs."""
+        """Create a namespace. `test_name`: a different one each time that a test runs."""
         short = re.sub(r"[^a-z0-9]+", "-", test_name.lower())[:40].strip("-")
         name = f"{short}-{hashlib.sha256(test_name.encode()).hexdigest()[:6]}"
-        made = cls(api, name)
-        made.core.create_namespace({"metadata": {"name": name}})
-        made.core.create_namespaced_service_account(name, {"metadata": {"name": "default"}})
-        return made
+        namespace = cls(api, name)
+        namespace.core.create_namespace({"metadata": {"name": name}})
+        namespace.core.create_namespaced_service_account(name, {"metadata": {"name": "default"}})
+        return namespace
 
     def abandon(self) -> None:
-        """Remove its deployments, whose objects nobody looks at any more, so that no operator goes on working on them."""
+        """Remove its deployments, whose objects nobody needs any more, so that no operator keeps working on
+        them.
+        """
         where = (GROUP, VERSION, self.name, PLURAL)
         for item in self.custom.list_namespaced_custom_object(*where)["items"]:
             name = item["metadata"]["name"]
@@ -96,24 +101,24 @@ class Namespace:
     def condition(self, kind: str, name: str = "demo") -> tuple[str, str, str]:
         """Status, reason and message; empty where it was never set."""
         conditions = self.get(name).get("status", {}).get("conditions", [])
-        found = next((c for c in conditions if c["type"] == kind), None)
-        return (found["status"], found["reason"], found["message"]) if found else ("", "", "")
+        condition = next((c for c in conditions if c["type"] == kind), None)
+        return (condition["status"], condition["reason"], condition["message"]) if condition else ("", "", "")
 
     def events(self, reason: str) -> list[str]:
         return [e.message for e in self.core.list_namespaced_event(self.name).items if e.reason == reason]
 
     def reported(self, reason: str, words: str = "") -> None:
-        """Wait for an Event: they are written after the fact."""
+        """Wait for an Event, which is written after the fact."""
 
         def written() -> None:
             assert any(words in message for message in self.events(reason)), (reason, self.events(reason))
 
         eventually(written)
 
-    # What the operator made
+    # Objects that the operator made
 
     def objects(self) -> dict[str, Any]:
-        """Everything of a deployment in the namespace, by `Kind/name`."""
+        """All objects of deployments in the namespace, by `Kind/name`."""
         lists = {
             "ConfigMap": self.core.list_namespaced_config_map,
             "PersistentVolumeClaim": self.core.list_namespaced_persistent_volume_claim,
@@ -131,7 +136,7 @@ class Namespace:
         }
 
     def content(self) -> dict[str, Any]:
-        """The objects without what differs from one run to the next: two equal ends have equal content."""
+        """The objects without anything that differs between runs: two equal ends have equal content."""
         api = self.core.api_client
         return {
             key: {
@@ -146,15 +151,15 @@ class Namespace:
         }
 
     def stateful_set(self, pool: str, revision: str | None = None) -> Any:
-        found = [
+        matches = [
             item
             for item in self.apps.list_namespaced_stateful_set(
                 self.name, label_selector=f"app.kubernetes.io/component={pool}"
             ).items
             if revision in (None, item.metadata.labels.get(REVISION_LABEL))
         ]
-        assert len(found) == 1, [item.metadata.name for item in found]
-        return found[0]
+        assert len(matches) == 1, [item.metadata.name for item in matches]
+        return matches[0]
 
     def revisions(self) -> set[str]:
         """Pipeline revisions that have StatefulSets."""
@@ -174,7 +179,7 @@ class Namespace:
     # Controllers and kubelet
 
     def complete_job(self, name: str) -> None:
-        """What the Job controller writes when a pod of it has succeeded."""
+        """Write what the Job controller writes when a pod of the Job has succeeded."""
         now = datetime.now(UTC).isoformat()
         conditions = [
             {"type": kind, "status": "True", "reason": "CompletionsReached", "lastTransitionTime": now}
@@ -184,14 +189,14 @@ class Namespace:
         self.batch.patch_namespaced_job_status(name, self.name, {"status": status})
 
     def release_claims(self) -> None:
-        """What the controller does that keeps a claim while a pod uses it."""
+        """Release deleted claims, which a controller keeps while a pod uses them."""
         for claim in self.core.list_namespaced_persistent_volume_claim(self.name).items:
             if claim.metadata.deletion_timestamp is not None:
                 body = {"metadata": {"finalizers": None}}
                 self.core.patch_namespaced_persistent_volume_claim(claim.metadata.name, self.name, body)
 
     def fail_job(self, name: str, at: datetime) -> None:
-        """What it writes when it starts no further pod."""
+        """Write what the Job controller writes when it starts no further pod."""
         condition = {
             "status": "True",
             "reason": "PodFailurePolicy",
@@ -203,7 +208,7 @@ class Namespace:
         self.batch.patch_namespaced_job_status(name, self.name, {"status": status})
 
     def settle(self) -> None:
-        """Once: every workload's pods are there, new and ready, except those of broken revisions."""
+        """Report once that every workload's pods are new and ready, except those of broken revisions."""
         for item in self.apps.list_namespaced_stateful_set(self.name).items:
             names = {f"{item.metadata.name}-{n}" for n in range(item.spec.replicas)}
             self._set_status("StatefulSet", item, 0 if self._is_broken(item) else len(names - self.unready))
@@ -215,7 +220,7 @@ class Namespace:
         return (item.spec.template.metadata.labels or {}).get(REVISION_LABEL) in self.broken
 
     def _set_status(self, kind: str, item: Any, ready: int) -> None:
-        wanted = {
+        status = {
             "observedGeneration": item.metadata.generation,
             "replicas": item.spec.replicas,
             "readyReplicas": ready,
@@ -223,27 +228,27 @@ class Namespace:
             "updatedReplicas": item.spec.replicas,
         }
         present = self.core.api_client.sanitize_for_serialization(item.status) or {}
-        if all(present.get(key, 0) == value for key, value in wanted.items()):
+        if all(present.get(key, 0) == value for key, value in status.items()):
             return
         patch = {
             "StatefulSet": self.apps.patch_namespaced_stateful_set_status,
             "Deployment": self.apps.patch_namespaced_deployment_status,
         }[kind]
         try:
-            patch(item.metadata.name, self.name, {"status": wanted})
+            patch(item.metadata.name, self.name, {"status": status})
         except client.ApiException as error:
             if error.status != 404:  # removed meanwhile
                 raise
 
     def _gateway_pods(self, gateway: Any) -> None:
-        """One gateway pod of the template's revision; those of other revisions end."""
-        wanted = gateway.spec.template.metadata.labels[REVISION_LABEL]
+        """Keep one gateway pod of the template's revision, and end those of other revisions."""
+        revision = gateway.spec.template.metadata.labels[REVISION_LABEL]
         deployment = gateway.metadata.labels[DEPLOYMENT_LABEL]
         pods = self.gateway_pods(deployment)
-        if not any(p.metadata.labels[REVISION_LABEL] == wanted for p in pods):
-            self.pod_of(f"{gateway.metadata.name}-{wanted}", gateway.spec.template)
+        if not any(p.metadata.labels[REVISION_LABEL] == revision for p in pods):
+            self.pod_of(f"{gateway.metadata.name}-{revision}", gateway.spec.template)
         for pod in pods:
-            if pod.metadata.labels[REVISION_LABEL] != wanted:
+            if pod.metadata.labels[REVISION_LABEL] != revision:
                 self._end_pod(pod.metadata.name)
 
     def gateway_pods(self, deployment: str = "demo") -> list[Any]:
@@ -251,7 +256,9 @@ class Namespace:
         return list(self.core.list_namespaced_pod(self.name, label_selector=selector).items)
 
     def pod_of(self, name: str, template: Any) -> None:
-        """A pod as a controller makes it from its template: with its labels, annotations, ports, volumes and image."""
+        """Make a pod from its template as a controller does, with labels, annotations, ports, volumes and
+        image.
+        """
         ports = template.spec.containers[0].ports or ()
         self.pod(
             name,
@@ -276,7 +283,7 @@ class Namespace:
         container: str = "worker",
         volumes: Sequence[Any] = (),
     ) -> None:
-        """One on a node ends only when its kubelet says so."""
+        """Make a pod. A pod on a node ends only when its kubelet reports so."""
         metadata = {"labels": labels, "finalizers": list(finalizers), "annotations": annotations or {}}
         body = {
             "metadata": {"name": name, **metadata},
@@ -290,7 +297,7 @@ class Namespace:
         self.core.create_namespaced_pod(self.name, body)
 
     def end_pods(self, deployment: str = "demo") -> None:
-        """What the garbage collector and the kubelet do when the gateway's Deployment is gone."""
+        """End pods as the garbage collector and the kubelet do once the gateway's Deployment is gone."""
         if not self.apps.list_namespaced_deployment(self.name).items:
             for pod in self.gateway_pods(deployment):
                 self._end_pod(pod.metadata.name)
@@ -313,11 +320,11 @@ class Namespace:
         return eventually(step, seconds)
 
     def is_ready(self, name: str = "demo") -> None:
-        body = self.get(name)  # once: what two readings say of two moments may never have been true together
+        body = self.get(name)  # read once: two readings may mix states that never existed together
         status = body.get("status", {})
-        said = {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions", [])}
-        assert said.get("Ready", ("",))[0] == "True", status
-        assert said.get("Progressing", ("", ""))[1] == "Complete", status
+        conditions = {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions", [])}
+        assert conditions.get("Ready", ("",))[0] == "True", status
+        assert conditions.get("Progressing", ("", ""))[1] == "Complete", status
         assert status["observedGeneration"] == body["metadata"]["generation"]
 
 
@@ -326,13 +333,13 @@ def is_gone(namespace: Namespace) -> None:
 
 
 def counted(namespace: Namespace) -> None:
-    """Without a controller-manager nobody counts: the test does."""
+    """Write the use of a quota: without a controller-manager only the test counts."""
     status = {"status": {"hard": {"count/services": "1"}, "used": {"count/services": "1"}}}
     namespace.core.patch_namespaced_resource_quota_status("small", namespace.name, status)
 
 
 def exhaust(namespace: Namespace) -> None:
-    """Let the namespace have no further StatefulSet. Without a controller-manager nobody counts: the test does."""
+    """Let the namespace have no further StatefulSet. Without a controller-manager only the test counts."""
     hard = {"count/statefulsets.apps": "0"}
     body = {"metadata": {"name": "none"}, "spec": {"hard": hard}}
     namespace.core.create_namespaced_resource_quota(namespace.name, body)
@@ -341,6 +348,9 @@ def exhaust(namespace: Namespace) -> None:
 
 
 def forget_the_dead(namespace: Namespace) -> None:
-    """The Lease of a killed operator ends by itself after 15 s; fifty times that is too long for a test."""
+    """Delete the Leases of killed operators.
+
+    A Lease ends by itself after 15 s, but fifty times that is too long for a test.
+    """
     for lease in namespace.leases.list_namespaced_lease(namespace.name).items:
         namespace.leases.delete_namespaced_lease(lease.metadata.name, namespace.name)

@@ -1,4 +1,6 @@
-"""A reverse proxy before the API server that misbehaves on request: refuses calls, ends watches, says they are too old."""
+"""A reverse proxy before the API server that misbehaves on request: refuses calls, ends watches, calls them
+too old.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Fault:
     met: int = 0
 
     def meets(self, request: web.Request) -> bool:
-        """Whether it concerns a request; a pattern may ask for the path alone or for its query too."""
+        """Whether the fault applies to a request. A pattern may match the path alone, or its query too."""
         paths = (request.path, request.raw_path)
         return self.method == request.method and any(self.path.search(path) for path in paths)
 
@@ -56,7 +58,7 @@ class UnrulyServer:
         self._cut = asyncio.Event()
         self._cuts = 0
         self._expire = False
-        self._held: re.Pattern[str] | None = None
+        self._lagging: re.Pattern[str] | None = None
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -75,7 +77,10 @@ class UnrulyServer:
         return fault
 
     def cut_watches(self, *, expired: bool = False) -> None:
-        """End every watch. `expired`: whoever resumes is told once that its version is too old (410)."""
+        """End every watch.
+
+        `expired`: each client that resumes is told once that its version is too old (410).
+        """
 
         def cut() -> None:
             self._cuts += 1
@@ -87,8 +92,11 @@ class UnrulyServer:
         self._loop.call_soon_threadsafe(cut)
 
     def hold_watches(self, path: str | None) -> None:
-        """Let watches of these paths lag: what they have to say is passed on once others, or (None) none are held."""
-        self._held = None if path is None else re.compile(path)
+        """Let watches of these paths lag.
+
+        Their events are passed on once other paths, or none (None), are held.
+        """
+        self._lagging = None if path is None else re.compile(path)
 
     # In the thread
 
@@ -141,10 +149,10 @@ class UnrulyServer:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None if watching else 60),
         ) as answer:
-            kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_HEADERS}
+            response_headers = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_HEADERS}
             if not watching:
-                return web.Response(body=await answer.read(), status=answer.status, headers=kept)
-            response = web.StreamResponse(status=answer.status, headers=kept)
+                return web.Response(body=await answer.read(), status=answer.status, headers=response_headers)
+            response = web.StreamResponse(status=answer.status, headers=response_headers)
             await response.prepare(request)
             self.watches.add(request.path)
             cut = asyncio.ensure_future(self._cut.wait())
@@ -155,7 +163,7 @@ class UnrulyServer:
                     if cut.done() or not piece.result():
                         piece.cancel()
                         break
-                    while self._held is not None and self._held.search(request.path) and not cut.done():
+                    while self._lagging is not None and self._lagging.search(request.path) and not cut.done():
                         await asyncio.sleep(0.05)
                     await response.write(piece.result())
             except (ConnectionError, aiohttp.ClientError):

@@ -1,4 +1,7 @@
-"""A clock that moves only when a test lets it, so that minutes pass in no time and a stall of the machine changes nothing."""
+"""A clock that moves only when a test lets it.
+
+Minutes pass in no time, and a stall of the machine changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ from dataclasses import dataclass
 
 @dataclass
 class _Alarm:
-    """What happens at a moment, unless nobody waits for it any more."""
+    """A call at a moment, unless nobody waits for it any more."""
 
     ring: Callable[[], object]
     awaited: bool = True
 
 
 class FakeClock:
-    """Time jumps to the next moment that somebody waits for, once no task of the event loop can run. Those who wait for the same moment
-    wake in the order in which they began to.
+    """A clock that jumps to the next awaited moment once no task of the event loop can run.
 
-    Real input and output is not waited for: before a test lets time pass, it awaits the event that real input or output brings.
+    Those who wait for the same moment wake in the order in which they began to wait. The clock does not wait
+    for real input and output: before a test lets time pass, it awaits the event that real input or output
+    brings.
     """
 
     def __init__(self) -> None:
@@ -65,19 +69,19 @@ class FakeClock:
                 alarm.awaited = False
 
     async def until(self, condition: Callable[[], object], seconds: float = 1e6) -> None:
-        """Let time pass until the condition holds; fails if it does not within so many seconds of this clock."""
+        """Let time pass until the condition holds. Fails if it does not within `seconds` of this clock."""
         end = self._now + seconds
         while not await self._at_rest(condition):
             when = self._next()
             if when is None:
-                await asyncio.sleep(0.001)  # something real is under way, a thread for one
+                await asyncio.sleep(0.001)  # something real is in progress, such as a thread
                 continue
             if when > end:
                 raise AssertionError(f"the condition does not hold after {seconds:g} s")
             self._ring()
 
     async def let_pass(self, seconds: float) -> None:
-        """Let so many seconds pass, with all that happens in them."""
+        """Let `seconds` pass, with everything that happens in them."""
         end = self._now + seconds
         await self._at_rest()
         while (when := self._next()) is not None and when <= end:

@@ -1,6 +1,6 @@
-"""Pytest's side of `ci`: marks what runs where, and writes the outcome of every test where `MMD_TEST_OUTCOMES` names a file.
+"""Pytest's side of `ci`: marks tests by where they run, and writes the outcome of every test.
 
-Use: `pytest_plugins = ["support.harness.legs"]`.
+`MMD_TEST_OUTCOMES` names the file for outcomes. Use: `pytest_plugins = ["support.harness.legs"]`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU = "cpu seconds"
 CHECK = "a check did not hold"
 BROKEN = "a promise was broken"
 
-#: What pytest-xdist appends to the node id of a test in a group.
+#: Suffix that pytest-xdist appends to the node id of a test in a group.
 GROUP = re.compile(r"(?<=[\]\w])@[\w-]+$")
 
 
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def cpu_seconds() -> float:
-    """What this process has computed, and the programs that it has seen end."""
+    """CPU time of this process, and of the programs that it has seen end."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -77,8 +77,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The report of a failed phase has the waits that it interrupted and whether a check did not hold, that of a test's last phase what all of
-    it has computed.
+    """Add facts to the reports of a test.
+
+    That of a failed phase gets the waits that it interrupted, and whether a check did not hold. That of the
+    last phase gets the CPU time of the whole test.
     """
     report = yield
     if report.failed:
@@ -102,7 +104,9 @@ def breaks_a_promise(error: BaseException | None) -> bool:
 
 
 class Outcomes:
-    """Lines of JSON: that a test began, each phase that failed, how it ended, what it has computed, and the end of the session."""
+    """Writes lines of JSON: each test's beginning, failed phases, end and CPU time, and the end of the
+    session.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -138,7 +142,7 @@ class Outcomes:
         if report.failed:
             sections = (f"--- {title}\n{text}" for title, text in report.sections)
             output = "\n".join((report.longreprtext, *sections))
-        elif isinstance(report.longrepr, tuple):  # where it was skipped, and why
+        elif isinstance(report.longrepr, tuple):  # place and reason of a skip
             output = report.longrepr[2]
         self._line(
             test=GROUP.sub("", report.nodeid),

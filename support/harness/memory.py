@@ -1,4 +1,4 @@
-"""Memory that one piece of code takes, measured beside whatever else this process does."""
+"""Measures the memory that one piece of code takes, whatever else this process does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ RUNS = 3
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
-    """Memory that Python holds at most while this runs, in bytes: the least of some runs, because other threads allocate too."""
+    """Most bytes that Python holds while this runs: the least of some runs, because other threads allocate
+    too.
+    """
     return min(_peak_of_one_run(action) for _ in range(RUNS))
 
 

@@ -1,4 +1,7 @@
-"""What tests need of a machine and a developer's may lack: there they are skipped, in continuous integration they fail."""
+"""What tests need and a developer's machine may lack.
+
+There such tests are skipped; in continuous integration they fail.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ CI = bool(os.environ.get("CI"))
 
 
 def lacking(reason: str) -> NoReturn:
-    """End this test: the machine lacks something, and `reason` names it and where it is from."""
+    """End this test, because the machine lacks something. `reason` names it and where to get it."""
     if CI:
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def needs(found: object, reason: str) -> pytest.MarkDecorator:
-    """The mark of tests that need what was `found`, or was not."""
+    """The mark of tests that need something. `found`: whether the machine has it."""
     return pytest.mark.skipif(not found and not CI, reason=reason)

@@ -1,4 +1,4 @@
-"""What Linux knows of processes."""
+"""Facts that Linux knows about processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 def children(pid: int) -> list[int]:
     """Processes that a process has started, from any of its threads."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return found
+        pids += map(int, (task / "children").read_text().split())
+    return pids

@@ -1,4 +1,7 @@
-"""What the project promises of every request. A test that sees one broken never runs again in the hope of a better draw."""
+"""The promises of the project for every request.
+
+A test that sees one broken never runs again in the hope of a better draw.
+"""
 
 from __future__ import annotations
 

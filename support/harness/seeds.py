@@ -1,4 +1,8 @@
-"""Seeds of random tests: the same for the same commit, so that a run that failed can be repeated, and another for the next commit."""
+"""Seeds of random tests.
+
+They are the same for the same commit, so that a failed run can be repeated, and different for the next
+commit.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +10,5 @@ from ci.drills import head
 
 
 def seed_of_commit() -> int:
-    """Below a million; 0 where there is no git."""
+    """The seed of the present commit, below a million; 0 without git."""
     return int(head()[:8] or "0", 16) % 10**6

@@ -1,5 +1,7 @@
-"""Waiting for a condition. It may take as long as the test: pytest's timeout ends one whose condition never holds, and the report names
-the condition, what it last complained of, how long it was awaited and how busy the machine was.
+"""Waits for conditions.
+
+A wait may take as long as the test: pytest's timeout ends one whose condition never holds. The report names
+the condition, its last complaint, how long it was awaited and how busy the machine was.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from support.harness.promises import BrokenPromiseError
 T = TypeVar("T")
 
 DEADLINE_SECONDS = 60.0
-"""A timeout for single calls and events. Only a test that fails waits for so long."""
+"""A timeout for single calls and events. Only a test that fails waits this long."""
 
 UNTIMED_SECONDS = 120.0
-"""The most that a wait lasts while pytest's timer does not run: in a program, or once the timeout has ended the test and fixtures end."""
+"""Longest wait while pytest's timer does not run: in a program, or once the timeout has ended the test and
+fixtures end.
+"""
 
 RECHECK_SECONDS = 1.0
 """A condition is evaluated again after this time even if its event was not set."""
@@ -44,13 +48,15 @@ async def until(
 ) -> T:
     """Poll a condition on the event loop until it holds, and return its value.
 
-    It holds once its value is true. An AssertionError is a complaint like a false value. Any other exception is raised at once, and so is
-    a broken promise.
+    It holds once its value is true. An AssertionError is a complaint, like a false value. Any other exception
+    is raised at once, and so is a broken promise.
 
     condition: a function or coroutine function.
-    what: what the test waits for; a callable is called when the wait fails. Without it the report quotes the condition's source.
+    what: what the test waits for; a callable is called when the wait fails. Without it the report quotes the
+    condition's source.
     changed: an event that is set whenever the condition may have changed; it replaces the pause.
-    retried: further exceptions that are complaints, such as the connection error of a process that still starts.
+    retried: further exceptions that are complaints, such as the connection error of a process that still
+    starts.
     """
     __tracebackhide__ = True
     wait = _Wait(condition, what)
@@ -71,7 +77,7 @@ async def until(
                 wait.complaint = _raised(error)
             wait.check_deadline()
             await _pause(pause_seconds, changed)
-    except (asyncio.CancelledError, GeneratorExit):  # of which pytest shows nothing
+    except (asyncio.CancelledError, GeneratorExit):  # pytest shows nothing of these
         if wait in _in_progress:
             sys.stderr.write(f"{wait.report()}\n")
         raise
@@ -90,9 +96,9 @@ def wait_until(
     retried: tuple[type[Exception], ...] = (),
     pause_seconds: float = 0.05,
 ) -> T:
-    """Poll a condition in this thread until it holds, and return its value; as `until` does on an event loop.
+    """Poll a condition in this thread until it holds, and return its value, as `until` does on an event loop.
 
-    seconds: a deadline, for programs, which no timeout of pytest ends, and for tests whose subject it is.
+    seconds: a deadline, for programs, which no timeout of pytest ends, and for tests of deadlines.
     """
     __tracebackhide__ = True
     wait = _Wait(condition, what, seconds)
@@ -157,15 +163,15 @@ class _Wait:
     ) -> None:
         self.complaint = "the condition has not been evaluated"
         self._condition, self._what, self._seconds = condition, what, seconds
-        self._begun = self._last_timed = time.monotonic()
+        self._started_at = self._last_timed = time.monotonic()
         _in_progress.add(self)
 
     def check_deadline(self) -> None:
         """Raise an AssertionError after the deadline, or when nothing else would end this wait."""
         now = time.monotonic()
-        if signal.getitimer(signal.ITIMER_REAL)[0] > 0:  # pytest's timeout is still to come
+        if signal.getitimer(signal.ITIMER_REAL)[0] > 0:  # pytest's timeout is still running
             self._last_timed = now
-        if self._seconds is not None and now - self._begun > self._seconds:
+        if self._seconds is not None and now - self._started_at > self._seconds:
             raise AssertionError(f"not within {self._seconds:g} s: {self._name()}")
         if self._seconds is None and now - self._last_timed > UNTIMED_SECONDS:
             raise AssertionError(
@@ -173,10 +179,10 @@ class _Wait:
             )
 
     def report(self) -> str:
-        """What was waited for, for how long, on which machine, and the last complaint."""
+        """The condition, how long it was awaited, the last complaint, and the load of the machine."""
         load = " ".join(f"{load:.1f}" for load in os.getloadavg())
         return (
-            f"waited {time.monotonic() - self._begun:.1f} s for: {self._name()}\n"
+            f"waited {time.monotonic() - self._started_at:.1f} s for: {self._name()}\n"
             f"last complaint: {self.complaint}\n"
             f"load average: {load} on {os.cpu_count()} cores"
         )
@@ -191,7 +197,7 @@ class _Wait:
 
 
 def _source(condition: Callable[[], object]) -> str:
-    """The place of a function, and its first line."""
+    """Where a function is, and its first line."""
     code = getattr(condition, "__code__", None)
     if code is None:
         return repr(condition)

@@ -1,1 +1,3 @@
-"""What answers have to be: models of every architecture, small and with random weights, and transformers' own `generate`."""
+"""Oracles of right answers: small models of every architecture with random weights, and transformers' own
+`generate`.
+"""

@@ -1,4 +1,7 @@
-"""LoRA adapters with random weights, as PEFT saves them, and the whole model with an adapter merged into its weights: the oracle."""
+"""LoRA adapters with random weights, as PEFT saves them.
+
+The oracle is the whole model with an adapter merged into its weights.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,21 @@ def write(
     also: dict[str, torch.Tensor] | None = None,
     **config: Any,
 ) -> Path:
-    """An adapter of a whole model, strong enough to change its answers. `also`: tensors besides; `config`: of adapter_config.json, whose
-    `rank_pattern` the tensors follow."""
+    """Write an adapter of a whole model, strong enough to change its answers.
+
+    `also`: further tensors. `config`: entries of adapter_config.json; the tensors follow its `rank_pattern`.
+    """
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, module in linears(model).items():
         if name.rpartition(".")[2] in targets:
-            own = _by_pattern(config.get("rank_pattern"), name, rank)
-            a = torch.randn(own, module.in_features, generator=random) / module.in_features**0.5
-            b = torch.randn(module.out_features, own, generator=random) * module.weight.std() * strength
+            module_rank = _by_pattern(config.get("rank_pattern"), name, rank)
+            a = torch.randn(module_rank, module.in_features, generator=random) / module.in_features**0.5
+            b = (
+                torch.randn(module.out_features, module_rank, generator=random)
+                * module.weight.std()
+                * strength
+            )
             tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors | (also or {}), folder / "adapter_model.safetensors")
@@ -65,9 +74,9 @@ def write(
 
 
 def _by_pattern(pattern: dict[str, Any] | None, name: str, default: Any) -> Any:
-    """What PEFT finds for a module: the first key that its name ends with."""
-    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(.*\.)?({key})", name))
-    return next(found, default)
+    """The value that PEFT finds for a module: that of the first key that matches the end of its name."""
+    values = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(.*\.)?({key})", name))
+    return next(values, default)
 
 
 def _scale(config: dict[str, Any], name: str) -> float:
@@ -78,7 +87,7 @@ def _scale(config: dict[str, Any], name: str) -> float:
 
 @contextmanager
 def merged(model: Any, folder: Path | None) -> Iterator[None]:
-    """The model with W + scale * B A in place of W, inside; None leaves it as it is."""
+    """Replace W by W + scale * B A in the model until the block ends. None leaves the model as it is."""
     if folder is None:
         yield
         return
@@ -87,9 +96,9 @@ def merged(model: Any, folder: Path | None) -> Iterator[None]:
     before: dict[str, torch.Tensor] = {}
     layers = linears(model)
     for key, a in tensors.items():
-        if (found := re.fullmatch(re.escape(PREFIX) + r"(.*)\.lora_A\.weight", key)) is None:
+        if (match := re.fullmatch(re.escape(PREFIX) + r"(.*)\.lora_A\.weight", key)) is None:
             continue
-        name = found[1]
+        name = match[1]
         weight = layers[name].weight
         before[name] = weight.data.clone()
         weight.data += _scale(config, name) * tensors[f"{PREFIX}{name}.lora_B.weight"] @ a

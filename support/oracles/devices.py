@@ -1,6 +1,7 @@
-"""The device on which the tests that compare with `generate` compute, both sides of the comparison.
+"""The device of both sides in tests that compare with `generate`.
 
-`MMD_TEST_DEVICE=cuda:0 pytest tests/engine tests/model` runs them on a GPU; without it they run on the CPU, also where there is a GPU.
+`MMD_TEST_DEVICE=cuda:0 pytest tests/engine tests/model` runs them on a GPU; without it they run on the CPU,
+even where there is a GPU.
 """
 
 from __future__ import annotations

@@ -58,19 +58,19 @@ def qwen2() -> torch.nn.Module:
 
 
 def odd() -> torch.nn.Module:
-    """Biases everywhere, and sizes that fill no vector or panel."""
+    """A model with biases everywhere, and sizes that fill no vector or panel."""
     sizes = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 3, "num_key_value_heads": 1}
     config = transformers.LlamaConfig(**(SMALL | sizes), head_dim=48, attention_bias=True, mlp_bias=True)
     return vary(transformers.LlamaForCausalLM(config))
 
 
 def qwen3() -> torch.nn.Module:
-    """Norms of queries and keys."""
+    """A model with norms of queries and keys."""
     return vary(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=32)))
 
 
 def mistral() -> torch.nn.Module:
-    """A sliding window in every layer."""
+    """A model with a sliding window in every layer."""
     return vary(
         transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=8))
     )
@@ -81,7 +81,7 @@ def gemma() -> torch.nn.Module:
 
 
 def gemma2() -> torch.nn.Module:
-    """Sliding window and soft-capped attention and logits."""
+    """A model with a sliding window, and soft-capped attention and logits."""
     config = transformers.Gemma2Config(
         **SMALL,
         head_dim=16,
@@ -102,7 +102,7 @@ def gemma3() -> torch.nn.Module:
     return vary(transformers.Gemma3ForCausalLM(config), 0.02, 0.3)
 
 
-TEXT_MODELS = {made.__name__: made for made in (llama, odd, qwen2, qwen3, mistral, gemma, gemma2, gemma3)}
+TEXT_MODELS = {build.__name__: build for build in (llama, odd, qwen2, qwen3, mistral, gemma, gemma2, gemma3)}
 
 
 class TextModel:
@@ -200,7 +200,7 @@ def text_input(model, name: str, token_ids: list[int], max_tokens: int, **more) 
 
 @torch.inference_mode()
 def generate(full: torch.nn.Module, token_ids: list[int], max_tokens: int, **more) -> list[int]:
-    """What `generate` of an untouched model says."""
+    """The tokens that `generate` of an untouched model returns."""
     ids = torch.tensor([token_ids], device=full.device)
     out = full.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **more
@@ -218,14 +218,14 @@ class Outcome:
         assert not output.failed, output.failed
         self.steps.append(output)
         for token in output.tokens:
-            mine = self.tokens.setdefault(token.sequence_id, [])
+            tokens = self.tokens.setdefault(token.sequence_id, [])
             first = self.first_index.setdefault(token.sequence_id, token.index)
-            assert token.index == first + len(mine)
-            mine.append(token.token_id)
+            assert token.index == first + len(tokens)
+            tokens.append(token.token_id)
 
 
 def run(engine: Engine, outcome: Outcome | None = None, max_steps: int = 2000) -> Outcome:
-    """Step until nothing is left; an engine that stands still fails."""
+    """Step until no work is left. An engine that stands still fails."""
     outcome = outcome or Outcome()
     for _ in range(max_steps):
         if not engine.has_work():
@@ -235,21 +235,24 @@ def run(engine: Engine, outcome: Outcome | None = None, max_steps: int = 2000) -
 
 
 def decoded_elsewhere(decoders, count, place):
-    """Output tokens of `count` requests, which are placed, the oldest first, wherever there is room, and again after each preemption; and how
-    often one was preempted. `place(decoder, number, outputs)`: hand the request over with its tokens so far, and note its next one; False: no room.
+    """Output tokens of `count` requests, and how often one was preempted.
+
+    Requests are placed wherever there is room, the oldest first, and again after each preemption.
+    `place(decoder, number, outputs)`: hand the request over with its tokens so far, and note its next one;
+    False: no room.
     """
-    got = {number: [] for number in range(count)}
-    waiting, yields = set(got), 0
+    outputs = {number: [] for number in range(count)}
+    waiting, yields = set(outputs), 0
     for _ in range(2000):
         for number in sorted(waiting):
-            if not any(place(decoder, number, got[number]) for decoder in decoders):
+            if not any(place(decoder, number, outputs[number]) for decoder in decoders):
                 break
             waiting.discard(number)
         for decoder in decoders:
             output = decoder.step()
             for token in output.tokens:
-                assert token.index == len(got[int(token.sequence_id)])
-                got[int(token.sequence_id)].append(token.token_id)
+                assert token.index == len(outputs[int(token.sequence_id)])
+                outputs[int(token.sequence_id)].append(token.token_id)
             for sequence, error in output.failed:
                 assert isinstance(error, PreemptedError)
                 assert error.retryable
@@ -257,4 +260,4 @@ def decoded_elsewhere(decoders, count, place):
                 yields += 1
         if not waiting and not any(decoder.has_work() for decoder in decoders):
             break
-    return list(got.values()), yields
+    return list(outputs.values()), yields

@@ -1,4 +1,4 @@
-"""Videos with a sound track of their own, as real files."""
+"""Videos with their own sound track, as real files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOUND_CODECS = {"mp4": "aac", "matroska": "aac", "webm": "libopus", "mpegts": "a
 def film(
     seconds: float, sound_seconds: float, seed: int = 0, container: str = "mp4", size: int = 64
 ) -> bytes:
-    """A moving square and a rising tone; without a sound track where it lasts 0 s."""
+    """A moving square and a rising tone. If the sound lasts 0 s, there is no sound track."""
     out = io.BytesIO()
     with av.open(out, "w", format=container) as file:
         options = {"deadline": "realtime", "cpu-used": "8"} if container == "webm" else {}

@@ -1,4 +1,7 @@
-"""The architectures under test, real media for them, and Hugging Face's own way with the same media: the oracle."""
+"""The architectures under test, and real media for them.
+
+The oracle is Hugging Face's own processing of the same media.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Medium:
-    """A medium as the gateway sees it and as it is; `source` has every frame of a video."""
+    """A medium as the gateway sees it, and its content. `source` has every frame of a video."""
 
     info: MediumInfo
     source: Any
@@ -104,7 +107,7 @@ def audio(samples: int, seed: int = 0) -> Medium:
 
 
 def decoded(medium: Medium, indices: Sequence[int], samples: int) -> Decoded:
-    """What the media room hands over, once it has followed the sampling plan."""
+    """A medium as it is decoded, once the sampling plan has been followed."""
     if medium.info.modality == "image":
         return DecodedImage(medium.source)
     if medium.info.modality == "video":
@@ -135,7 +138,7 @@ class Served:
 
 @functools.cache
 def serve(folder: Path, policy: MediaPolicy | None = None, max_image_tiles: int | None = None) -> Served:
-    """`max_image_tiles`: bounds those of the whole model's processor too."""
+    """Load a checkpoint. `max_image_tiles` bounds the tiles of the whole model's processor too."""
     spec = ModelSpec(id=str(folder), dtype="Float32", max_image_tiles=max_image_tiles)
     config = load_config(folder)
     frontend = load_frontend(spec, policy or MediaPolicy())
@@ -161,8 +164,10 @@ def hf_inputs(
     layout: PromptLayout,
     image_size: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Run the checkpoint's own processor on the same text and the same real media. `image_size`: in place of its own setting, as is the size of a
-    video's plan."""
+    """Run the checkpoint's own processor on the same text and the same real media.
+
+    `image_size` replaces the processor's own setting, as does the size of a video's plan.
+    """
     processor, arch = served.processor, served.model.config.model_type
     if not media:
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -180,12 +185,12 @@ def hf_inputs(
     if with_sound:
         messages = _without_sounds_of_videos(messages, media)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    given: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
+    arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
     images = [torch.from_numpy(m.source).permute(2, 0, 1) for m in media if m.info.modality == "image"]
     if images:
-        given["images"] = [images] if arch in ("idefics3", "smolvlm", "gemma3") else images
+        arguments["images"] = [images] if arch in ("idefics3", "smolvlm", "gemma3") else images
     if image_size is not None:
-        given["images_kwargs"] = {"size": image_size}
+        arguments["images_kwargs"] = {"size": image_size}
     metadata, frames = [], []
     for medium, laid in zip(media, layout.media, strict=True):
         if medium.info.modality != "video":
@@ -204,52 +209,57 @@ def hf_inputs(
             )
         )
     if frames:
-        given["videos"] = frames
+        arguments["videos"] = frames
         options: dict[str, Any] = {"video_metadata": metadata, "do_sample_frames": False}
         if "omni" in arch:
             options["fps"] = metadata[0].sampled_fps
             options["size"] = dict(processor.video_processor.size)
         if sizes := [m.sampling.size for m in layout.media if m.modality == "video" and m.sampling.size]:
             options["size"] = sizes[0]
-        given["videos_kwargs"] = options
+        arguments["videos_kwargs"] = options
     sounds = [m.source for m in media if m.info.modality == "audio"]
     if sounds:
-        given["audio"] = sounds
-        given["audio_kwargs"] = {"sampling_rate": 16000} | ({"truncation": False} if "omni" in arch else {})
+        arguments["audio"] = sounds
+        arguments["audio_kwargs"] = {"sampling_rate": 16000} | (
+            {"truncation": False} if "omni" in arch else {}
+        )
     if with_sound:
-        given |= {"load_audio_from_video": True, "audio_from_video_indices": _videos_of_sounds(media)}
-        if arch == "qwen3_omni_moe_thinker":  # the rate of the whole positions below
+        arguments |= {"load_audio_from_video": True, "audio_from_video_indices": _videos_of_sounds(media)}
+        if arch == "qwen3_omni_moe_thinker":  # the rate for the integer positions below
             (seconds,) = {s for m in layout.media for s in m.geometry.get("video_second_per_grid", ())}
             options["fps"] = processor.video_processor.temporal_patch_size / seconds
-    made = dict(processor(**given))
-    made.pop("labels", None)
+    inputs = dict(processor(**arguments))
+    inputs.pop("labels", None)
     if with_sound:
-        made["use_audio_in_video"] = True
-    if arch == "qwen3_omni_moe_thinker" and frames:  # served with whole positions; see the adapter
+        inputs["use_audio_in_video"] = True
+    if arch == "qwen3_omni_moe_thinker" and frames:  # served with integer positions; see the adapter
         seconds = [m.geometry["video_second_per_grid"] for m in layout.media if m.modality == "video"]
-        made["video_second_per_grid"] = torch.tensor(seconds).flatten()
-    return made
+        inputs["video_second_per_grid"] = torch.tensor(seconds).flatten()
+    return inputs
 
 
 def _without_sounds_of_videos(
     messages: list[dict[str, Any]], media: Sequence[Medium]
 ) -> list[dict[str, Any]]:
-    left = iter(media)
+    remaining = iter(media)
     return [
-        {**m, "content": [p for p in m["content"] if p["type"] == "text" or not next(left).info.of_video]}
+        {
+            **m,
+            "content": [p for p in m["content"] if p["type"] == "text" or not next(remaining).info.of_video],
+        }
         for m in messages
     ]
 
 
 def _videos_of_sounds(media: Sequence[Medium]) -> list[int | None]:
-    """Of each sound the number of the video that it is of."""
-    found: list[int | None] = []
+    """For each sound, the number of its video; None for a sound without a video."""
+    numbers: list[int | None] = []
     videos = 0
     for medium in media:
         videos += medium.info.modality == "video"
         if medium.info.modality == "audio":
-            found.append(videos - 1 if medium.info.of_video else None)
-    return found
+            numbers.append(videos - 1 if medium.info.of_video else None)
+    return numbers
 
 
 def _voxtral_inputs(
@@ -271,8 +281,11 @@ def _voxtral_inputs(
 
 
 def guidance(served: Served, scale: float, token_ids: Sequence[int]) -> dict[str, Any]:
-    """As an option of `generate`: its own classifier-free guidance, but with the companion's rotary positions counted after its prompt alone. Where a
-    model has three axes of them, `guidance_scale` uses those of the prompt's media, or fails."""
+    """Options of `generate` for its own classifier-free guidance.
+
+    The companion's rotary positions are counted after its prompt alone. Where a model has three axes of them,
+    `guidance_scale` uses those of the prompt's media, or fails.
+    """
     base = served.model.base_model
 
     def companion(input_ids: torch.Tensor, **more: Any) -> Any:
@@ -317,8 +330,8 @@ def lowered(
     prompt = served.language.lower(layout.token_ids, layout.media, outputs)
     for number, (medium, laid) in enumerate(zip(media, layout.media, strict=True)):
         assert served.encoder is not None
-        taken = decoded(medium, laid.sampling.frame_indices, laid.sampling.num_samples)
-        (feature,) = served.encoder.encode([served.encoder.process(taken, laid)])
+        content = decoded(medium, laid.sampling.frame_indices, laid.sampling.num_samples)
+        (feature,) = served.encoder.encode([served.encoder.process(content, laid)])
         served.language.fill(prompt, number, feature)
     return prompt
 
@@ -356,13 +369,13 @@ def _mask(served: Served, prompt: LoweredPrompt) -> Any:
         return None
     tokens = len(prompt.token_ids)
     rows, columns = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
-    seen = columns <= rows
+    visible = columns <= rows
     for start, end in prompt.atomic_ranges:
-        seen[start:end, start:end] = True
+        visible[start:end, start:end] = True
     text = served.model.config.get_text_config()
-    full = torch.zeros(tokens, tokens).masked_fill(~seen, float("-inf"))[None, None].to(DEVICE)
+    full = torch.zeros(tokens, tokens).masked_fill(~visible, float("-inf"))[None, None].to(DEVICE)
     if not getattr(text, "layer_types", None) or "sliding_attention" not in text.layer_types:
         return full
     near = rows - columns < text.sliding_window
-    sliding = torch.zeros(tokens, tokens).masked_fill(~(seen & near), float("-inf"))[None, None].to(DEVICE)
+    sliding = torch.zeros(tokens, tokens).masked_fill(~(visible & near), float("-inf"))[None, None].to(DEVICE)
     return {"full_attention": full, "sliding_attention": sliding}

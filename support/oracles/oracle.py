@@ -1,4 +1,7 @@
-"""What Hugging Face's own `generate` answers to the same chat messages with the same files: the truth for every pipeline test."""
+"""Answers of Hugging Face's own `generate` to the same chat messages with the same files.
+
+They are the truth for every pipeline test.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from support.oracles import adapters
 from support.oracles import model_zoo as zoo
 
 WITH_SOUND = "video with sound"
-File = tuple[str, bytes]  # modality, or WITH_SOUND, and bytes
+File = tuple[str, bytes]  # (modality or WITH_SOUND, content)
 Question = list["str | File"]
 
 
@@ -39,8 +42,10 @@ def answer(
     adapter: Path | None = None,
     choices: Sequence[SamplingChoice] = (),
 ) -> str:
-    """The greedy answer of the whole model in one process, cut at the model's end token as a server would. `adapter`: merged into it; `choices`:
-    how the files are sampled."""
+    """The greedy answer of the whole model in one process, cut at the model's end token as a server would.
+
+    `adapter`: merged into the model. `choices`: how the files are sampled.
+    """
     ids = tokens(folder, question, max_tokens, ignore_eos, adapter, choices)
     if not ignore_eos and ids and ids[-1] in end_tokens(folder):
         ids = ids[:-1]
@@ -61,14 +66,17 @@ def tokens(
     adapter: Path | None = None,
     choices: Sequence[SamplingChoice] = (),
 ) -> tuple[int, ...]:
-    """The greedy tokens, up to and with the model's end token."""
+    """The greedy tokens, up to and including the model's end token."""
     return _tokens(folder, tuple(question), max_tokens, ignore_eos, adapter, tuple(choices))
 
 
 def guided_answer(
     folder: Path, question: Question, max_tokens: int, scale: float, negative: str | None = None
 ) -> str:
-    """The greedy answer with classifier-free guidance. `negative`: text of the companion's only message; None: it has the prompt's last token."""
+    """The greedy answer with classifier-free guidance.
+
+    `negative`: text of the companion's only message; None: the companion has the prompt's last token.
+    """
     whole = served(folder)
     inputs = _inputs(whole, question, ())
     companion = inputs["input_ids"][0, -1:]
@@ -104,7 +112,7 @@ def _tokens(
 def _inputs(
     whole: zoo.Served, question: Sequence[str | File], choices: Sequence[SamplingChoice]
 ) -> dict[str, Any]:
-    """Of `generate`."""
+    """The inputs of `generate`."""
     parts: list[str | zoo.Medium] = []
     media = []
     for part in question:
@@ -112,9 +120,11 @@ def _inputs(
             parts.append(part)
         else:
             kind, data = part
-            own = [_medium(kind, data)] if kind != WITH_SOUND else [_medium("video", data), _sound_of(data)]
-            media += own
-            parts += own
+            part_media = (
+                [_medium(kind, data)] if kind != WITH_SOUND else [_medium("video", data), _sound_of(data)]
+            )
+            media += part_media
+            parts += part_media
     messages = zoo.conversation(*parts)
     layout = whole.frontend.layout(messages, [medium.info for medium in media], choices=choices)
     planned = [_as_planned(m, laid) for m, laid in zip(media, layout.media, strict=True)]
@@ -123,9 +133,11 @@ def _inputs(
 
 
 def is_greedy(folder: Path, text: str, answer: Sequence[int]) -> bool:
-    """Whether `generate` would answer a text with exactly these tokens: each is the likeliest after those before it.
+    """Whether `generate` would answer a text with exactly these tokens: each is the likeliest after those
+    before it.
 
-    One pass over the prompt and the answer, where `generate` takes one for each token: for answers of thousands.
+    Takes one pass over the prompt and the answer, where `generate` takes one for each token: for answers of
+    thousands of tokens.
     """
     whole = served(folder)
     messages = zoo.conversation(text)

@@ -39,7 +39,10 @@ def chat_template(image: str = "", video: str = "", audio: str = "") -> str:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the random model is; `hidden` is a multiple of `heads`. Only llava takes `image_pixels`, the side of its square images."""
+    """Size of the random model.
+
+    `hidden` is a multiple of `heads`. Only llava takes `image_pixels`, the side of its square images.
+    """
 
     hidden: int = 64
     layers: int = 2
@@ -53,7 +56,7 @@ class Size:
 
 @dataclass
 class Recipe:
-    """What makes one architecture: its special tokens, its model and its processor."""
+    """A recipe for one architecture: its special tokens, its model and its processor."""
 
     size: Size
     names: dict[str, str] = field(default_factory=dict)  # tokenizer attribute -> token
@@ -68,8 +71,8 @@ class Recipe:
             return
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *self.names.values(), *self.extra_tokens]
         if pad_to:
-            wanted = special.pop()
-            special += [f"<|reserved_{i}|>" for i in range(pad_to - len(special))] + [wanted]
+            last_token = special.pop()
+            special += [f"<|reserved_{i}|>" for i in range(pad_to - len(special))] + [last_token]
         raw = Tokenizer(models.BPE())
         raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         raw.decoder = decoders.ByteLevel()
@@ -163,7 +166,7 @@ def _llava(r: Recipe) -> Built:
 
 
 def llava_processor(r: Recipe) -> Any:
-    """Of LLaVA and its relatives: one square of `image_pixels`."""
+    """The processor of LLaVA and its relatives, for one square of `image_pixels`."""
     pixels = r.size.image_pixels
     return hf.LlavaProcessor(
         image_processor=hf.CLIPImageProcessor(
@@ -287,7 +290,7 @@ def _qwen_vl(r: Recipe, version: str) -> Built:
 
 
 def qwen_processor(r: Recipe, version: str) -> Any:
-    """Of Qwen2-VL, 2.5-VL or 3-VL."""
+    """The processor of Qwen2-VL, 2.5-VL or 3-VL."""
     video_size = dict(QWEN_PIXELS)
     if version == "3":  # this processor bounds the pixels of the whole video
         video_size = {"shortest_edge": 16 * 28 * 28, "longest_edge": 144 * 28 * 28}
@@ -401,7 +404,7 @@ def _smolvlm(r: Recipe) -> Built:
 
 
 LINE_BREAKS = ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]
-"""Tokens of Gemma's vocabulary, for which vLLM looks."""
+"""Tokens of Gemma's vocabulary that vLLM looks for."""
 
 
 def _gemma3(r: Recipe) -> Built:
@@ -616,7 +619,7 @@ def _qwen3_omni_moe(r: Recipe) -> Built:
 
 
 def text_model(r: Recipe, stem: str, **settings: Any) -> Built:
-    """A model of text alone, by the stem of its classes' names."""
+    """A text-only model, by the stem of its classes' names."""
     r.make_tokenizer()
     r.tokenizer.chat_template = chat_template()
     config = getattr(hf, stem + "Config")(**r.text(**settings))
@@ -652,8 +655,10 @@ ARCHITECTURES: dict[str, Callable[[Recipe], Built]] = {
 
 
 def _randomise(model: torch.nn.Module, recipe: Recipe, seed: int) -> None:
-    """Widen the initial weights, so that greedy decoding does not fall onto one or two tokens: less in a wide model, whose sums
-    have more terms and would amplify rounding until no two programs agree.
+    """Widen the initial weights, so that greedy decoding does not fall onto one or two tokens.
+
+    A wide model is widened less: its sums have more terms, and would amplify rounding until no two programs
+    agree.
     """
     linear_std = recipe.linear_std * (64 / max(64, recipe.size.hidden)) ** 0.5
     generator = torch.Generator().manual_seed(seed)
@@ -676,8 +681,10 @@ def build(
     dtype: torch.dtype = torch.float32,
     tokenizer: Any = None,
 ) -> Path:
-    """Write a checkpoint of `arch` into folder `path` and return it. `dtype`: of the weights in it. `tokenizer`: of a model of text
-    alone, where token 0 pads and token 2 ends an answer; None: a small one is trained.
+    """Write a checkpoint of `arch` into folder `path` and return it.
+
+    `dtype`: data type of its weights. `tokenizer`: for a text-only model; token 0 pads and token 2 ends an
+    answer. None: a small one is trained.
 
     Raises:
         KeyError: no such architecture; the message lists the known ones.
@@ -698,7 +705,7 @@ def build(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""A scheduler whose steps are run without a model."""
+"""Runs the steps of a scheduler without a model."""
 
 import torch
 
@@ -31,12 +31,12 @@ class Bench:
     def step(self, reserved=0):
         """One step as the engine would run it: {name: (start, end)}."""
         schedule = self.scheduler.schedule(reserved)
-        done = {}
+        ranges = {}
         for work in schedule.decodes + schedule.prefills:
-            done[work.sequence.sequence_id] = (work.start, work.end)
+            ranges[work.sequence.sequence_id] = (work.start, work.end)
             samples = work.samples
             self.scheduler.finish_chunk(work)
             if samples:
                 work.sequence.token_ids.append(7)
                 work.sequence.num_outputs += 1
-        return done
+        return ranges

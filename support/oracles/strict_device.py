@@ -1,7 +1,9 @@
-"""A second device for tests on machines without a GPU: a backend in Python whose data lies in host memory and never mixes with it.
+"""A second device for tests on machines without a GPU.
 
-`install()` registers it in PyTorch's dispatcher as `strict:0`, for the whole process: call it in a separate process. Operators
-refuse operands of two devices, as CUDA does, so what passes here copies between host and device explicitly wherever it must.
+It is a backend in Python whose data lies in host memory and never mixes with it. `install()` registers it in
+PyTorch's dispatcher as `strict:0`, for the whole process: call it in a separate process. Operators refuse
+operands of two devices, as CUDA does, so code that passes here copies between host and device explicitly
+wherever it must.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ def install() -> torch.device:
     _setup_privateuseone_for_python_backend(NAME)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_kernel, "PrivateUse1")
-    _libraries.append(library)  # it is unregistered with the object
-    torch.tensor = _tensor  # PyTorch's own excludes backends in Python while it copies to the device
+    _libraries.append(library)  # the registration ends with the object
+    torch.tensor = _tensor  # PyTorch's own `tensor` excludes backends in Python while it copies to the device
     return torch.device(NAME, 0)
 
 
@@ -65,16 +67,16 @@ class StrictTensor(torch.Tensor):
 
 
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on the hosts' memory, if all its operands are here."""
+    """Run an operator on host memory, if all its operands are on this device."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     strangers = [t for t in tensors if not isinstance(t, StrictTensor) and t.dim()]
     if strangers and op._schema.name not in _MOVES:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but {op._schema.name} got {NAME}:0 and {strangers[0].device}"
         )
-    wanted = kwargs.get("device")
-    to_host = wanted is not None and wanted.type == "cpu"
-    if wanted is not None:
+    target = kwargs.get("device")
+    to_host = target is not None and target.type == "cpu"
+    if target is not None:
         kwargs = kwargs | {"device": torch.device("cpu"), "pin_memory": False}
     hosts: dict[int, StrictTensor] = {}
 
@@ -87,12 +89,12 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     def lift(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or to_host:
             return leaf
-        known = hosts.get(id(leaf))
-        return known if known is not None else StrictTensor.of(leaf)
+        tensor = hosts.get(id(leaf))
+        return tensor if tensor is not None else StrictTensor.of(leaf)
 
     host_args, host_kwargs = pytree.tree_map(lower, (args, kwargs))
-    with torch.inference_mode(False), torch.no_grad():  # a view of a normal tensor must be one
+    with torch.inference_mode(False), torch.no_grad():  # a view of a normal tensor must be a normal tensor
         result = op(*host_args, **host_kwargs)
         if op._schema.name == "aten::copy_" and not isinstance(args[0], StrictTensor):
-            return args[0]  # to the host
+            return args[0]  # a copy to the host
         return pytree.tree_map(lift, result)

@@ -17,7 +17,7 @@ def with_template(folder: Path, target: Path, template: str) -> Path:
 
 
 def with_tokens(folder: Path, *tokens: str, special: bool) -> None:
-    """Give names to the first tokens of the tokenizer in a folder of links, which are special or not."""
+    """Rename the first tokens of the tokenizer in a folder of links, and mark them as special or not."""
     renamed = dict(zip(["<|endoftext|>", "<|im_start|>"], tokens, strict=True))
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         text = file.read_text()

@@ -1,1 +1,1 @@
-"""Programs of others that tests run: message servers, Prometheus, servers of weights and traces."""
+"""Servers that tests run: message servers, Prometheus, servers of weights and traces."""

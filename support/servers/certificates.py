@@ -1,4 +1,4 @@
-"""Certificates of servers for tests, signed by an authority of theirs."""
+"""Certificates of servers for tests, signed by a test authority."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOPBACK = x509.SubjectAlternativeName(
 
 
 class Authority:
-    """Signs certificates of servers on this machine. `pem`: its own, which clients trust."""
+    """Signs certificates of servers on this machine. `pem`: its own certificate, which clients trust."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -32,7 +32,7 @@ class Authority:
         self.pem = self._certificate.public_bytes(PEM).decode()
 
     def trusted(self) -> ssl.SSLContext:
-        """TLS of a client that trusts it and nobody else."""
+        """TLS of a client that trusts this authority and no other."""
         return ssl.create_default_context(cadata=self.pem)
 
     def issue(
@@ -41,7 +41,10 @@ class Authority:
         key: Key | None = None,
         begins: timedelta = timedelta(days=-3),
     ) -> dict[str, str]:
-        """A certificate and its key, as the entries of a Secret. `begins`, `valid`: from now on."""
+        """A certificate and its key, as the entries of a Secret.
+
+        `begins`, `valid`: its validity, from now on.
+        """
         key = key or ec.generate_private_key(ec.SECP256R1())
         certificate = (
             self._builder(_name("server"), key, valid, begins)
@@ -68,7 +71,7 @@ def key_pem(key: Key, password: bytes | None = None) -> str:
 
 
 def serial_of(pem: str) -> int:
-    """The serial number of the first certificate."""
+    """The serial number of the first certificate in a PEM text."""
     return x509.load_pem_x509_certificate(pem.encode()).serial_number
 
 

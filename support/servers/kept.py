@@ -1,6 +1,7 @@
-"""A program that several processes use and none of them owns: it starts with the first user and ends with the last, however users end.
+"""A program that several processes use and none of them owns.
 
-Each user holds a shared lock on a file, which the kernel releases with the process; the program waits for the exclusive lock.
+It starts with the first user and ends with the last, however users end. Each user holds a shared lock on a
+file, which the kernel releases with the process; the program waits for the exclusive lock.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Kept:
 
     @contextmanager
     def use(self) -> Iterator[Facts]:
-        """The facts of the program, which is started unless it runs."""
+        """Yield the facts of the program, and start it unless it runs."""
         self._folder.mkdir(exist_ok=True)
         with (self._folder / STARTING).open("w") as starting, (self._folder / USERS).open("w") as users:
             fcntl.flock(starting, fcntl.LOCK_EX)
@@ -58,7 +59,7 @@ class Kept:
         eventually(has_started, self._start_seconds)
 
     def join(self) -> None:
-        """Wait until the program has ended, if this process started it: it does when the last user has."""
+        """Wait until the program has ended, if this process started it. It ends with its last user."""
         if self._process is not None:
             self._process.wait()
 

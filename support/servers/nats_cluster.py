@@ -1,4 +1,7 @@
-"""Three nats-servers on loopback, configured as the operator configures those of a cluster. Independent of what clients do."""
+"""Three nats-servers on loopback, configured as the operator configures a cluster.
+
+Independent of what clients do.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ _VARIABLES = {"MMD_SERVER_NAME", "MMD_ROUTES_PASSWORD"}
 
 
 class NatsCluster(NatsServer):
-    """As one server: starting, stopping and killing it does so to all. `servers` has them one by one.
+    """Three servers that start, stop and are killed as one. `servers` has them one by one.
 
-    Their ports stay, their data too. The passwords are in `environment`, which all have; a change takes effect at the next start.
+    Their ports and their data stay. The passwords are in `environment`, which all have; a change takes effect
+    at the next start.
     """
 
     def __init__(self, folder: Path, deployment: MultimodalDeployment, passwords: Mapping[str, str]) -> None:
@@ -55,7 +59,7 @@ class NatsCluster(NatsServer):
 
     @property
     def crashed(self) -> bool:
-        """The test alone starts and ends servers."""
+        """Always False: only the test starts and ends servers."""
         return False
 
     @property
@@ -89,14 +93,17 @@ class NatsMember(NatsServer):
         self._monitor = f"http://127.0.0.1:{monitor}"
 
     def is_healthy(self, path: str = "/healthz") -> bool:
-        """What a probe of Kubernetes would find."""
+        """Whether a probe of Kubernetes would succeed."""
         try:
             return httpx.get(self._monitor + path, timeout=2).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
     def until_healthy(self, seconds: float | None = None) -> None:
-        """Until it would be Ready, as a rolling update waits before it goes on. `seconds`: the deadline of a program that starts it."""
+        """Wait until it would be Ready, as a rolling update does before it continues.
+
+        `seconds`: the deadline of a program that starts it.
+        """
 
         def is_ready() -> bool:
             if self.crashed:
@@ -111,7 +118,7 @@ class NatsMember(NatsServer):
 
 
 def _on_loopback(scope: RevisionScope, port: int, monitor: int) -> str:
-    """What the operator writes, with ports of one machine."""
+    """The configuration that the operator writes, with ports of one machine."""
     text = configuration(scope).replace("port: 6222", f'host: "127.0.0.1", port: {port}')
     head = f'server_name: $MMD_SERVER_NAME\nhttp: "127.0.0.1:{monitor}"\nmax_payload: 8388608\n'
     return head + text + users_configuration(scope.namespace, scope.name)

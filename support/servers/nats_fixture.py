@@ -1,4 +1,7 @@
-"""A nats-server for a whole test session, and buses with their own subjects. Use: `pytest_plugins = ["support.servers.nats_fixture"]`."""
+"""A nats-server for a whole test session, and buses with their own subjects.
+
+Use: `pytest_plugins = ["support.servers.nats_fixture"]`.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ async def connect(
 
 @pytest.fixture
 def cut_off(own_nats_server: NatsServer) -> Callable[[Bus], Awaitable[None]]:
-    """`await cut_off(bus)` ends the server and fills what the bus may send once it is back, to the last byte."""
+    """`await cut_off(bus)` ends the server, and fills to the last byte what the bus may send once it is back."""
 
     async def fill(bus: Bus) -> None:
         await asyncio.to_thread(own_nats_server.kill)

@@ -1,4 +1,4 @@
-"""A collector of traces on loopback: takes what OTLP exporters send over HTTP, keeps the newest spans, can be told to break."""
+"""A collector of traces on loopback: takes OTLP over HTTP, keeps the newest spans, and can be told to break."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a moment (Unix seconds) of a span."""
+    """An event of a span, at a moment in Unix seconds."""
 
     name: str
     at: float
@@ -84,7 +84,7 @@ class Collector:
 
 
 def _spans(body: bytes) -> list[Span]:
-    found = []
+    spans = []
     for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
         facts = {item.key: item.value.string_value for item in resource.resource.attributes}
         for scope in resource.scope_spans:
@@ -93,14 +93,14 @@ def _spans(body: bytes) -> list[Span]:
                     Event(event.name, event.time_unix_nano / 1e9, _values(event.attributes))
                     for event in span.events
                 ]
-                found.append(
+                spans.append(
                     Span(
                         *(span.name, facts["k8s.pod.name"], span.trace_id.hex(), span.span_id.hex()),
                         *(span.parent_span_id.hex(), span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9),
                         *(_values(span.attributes), events, span.status.message if span.status.code == 2 else ""),
                     )
                 )  # fmt: skip
-    return found
+    return spans
 
 
 def _values(attributes: Iterable[KeyValue]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes real processes. Where CI runs, a missing one is a failure."""
+"""A real Prometheus that scrapes real processes. Under CI, a missing one is a failure."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ def documented_job() -> dict[str, Any]:
     """The scrape job for clusters, as docs/observe.md has it."""
     (block,) = re.findall(r"```yaml\n(scrape_configs:\n.*?)```", PAGE.read_text(), re.DOTALL)
     (job,) = yaml.safe_load(block)["scrape_configs"]
-    found: dict[str, Any] = job
-    return found
+    scrape_job: dict[str, Any] = job
+    return scrape_job
 
 
 def discovered(pods: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Plays Prometheus's discovery of pods, which Debian leaves out: a group of targets for a file, made from pods as the API
-    server gives them. Every pod with an address, once for each port, under the labels that Prometheus documents for role pod.
+    """Groups of targets for a file, made from pods as the API server gives them.
+
+    They replace Prometheus's discovery of pods, which Debian leaves out. Every pod with an address is there
+    once for each port, under the labels that Prometheus documents for role pod.
     """
     return [group for pod in pods if pod["status"].get("podIP") for group in _groups(pod)]
 
 
 def write_targets(file: Path, pods: Iterable[Mapping[str, Any]]) -> None:
-    """Put the targets of these pods into a file that Prometheus watches, all at once."""
+    """Write the targets of these pods to a file that Prometheus watches, all at once."""
     after = json.dumps(discovered(pods))
     if not file.exists() or after != file.read_text():
         part = file.with_suffix(".part")
@@ -73,9 +75,10 @@ def _groups(pod: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def hurried(path: Path, windows: float, waits: float) -> Path:
-    """The chart's rules, written to `path` with every window (`[5m]`, `offset 5m`) and every `for:` divided by a factor.
+    """The chart's rules, written to `path` with every window (`[5m]`, `offset 5m`) and every `for:` divided
+    by a factor.
 
-    Nothing else is changed: not one threshold, not one label, and what `last_over_time` remembers it remembers as long.
+    Nothing else is changed: not one threshold, not one label, and no range of `last_over_time`.
     """
 
     def shorter(duration: str, factor: float) -> str:
@@ -86,7 +89,7 @@ def hurried(path: Path, windows: float, waits: float) -> Path:
     for rule in (rule for group in rules["groups"] for rule in group["rules"]):
         rule["expr"] = re.sub(
             r"last_over_time\([^)]*\)|(?<=\[)\d+[smhd](?=\])|(?<=offset )\d+[smhd]",
-            lambda found: found[0] if "(" in found[0] else shorter(found[0], windows),
+            lambda match: match[0] if "(" in match[0] else shorter(match[0], windows),
             rule["expr"],
         )
         if "for" in rule:
@@ -96,7 +99,7 @@ def hurried(path: Path, windows: float, waits: float) -> Path:
 
 
 class Prometheus:
-    """Ends with the block."""
+    """A server that ends with the block."""
 
     def __init__(self, folder: Path, config: str) -> None:
         port = free_port()
@@ -118,7 +121,7 @@ class Prometheus:
 
     @classmethod
     def of_gateway(cls, folder: Path, admin_url: str, rules: Path = RULES) -> Prometheus:
-        """Scrapes every second what `mmd prometheus` writes a configuration for."""
+        """A server with the configuration that `mmd prometheus` writes, which scrapes every second."""
         return cls(folder, configuration(admin_url, rules, scrape_seconds=1))
 
     def __enter__(self) -> Prometheus:
@@ -135,34 +138,34 @@ class Prometheus:
 
     def query(self, expr: str, at: float | None = None) -> list[dict[str, Any]]:
         """The result of an instant query."""
-        asked: dict[str, Any] = {"query": expr, **({"time": at} if at else {})}
-        answer = httpx.post(f"{self.url}/api/v1/query", data=asked, timeout=10).json()
+        parameters: dict[str, Any] = {"query": expr, **({"time": at} if at else {})}
+        answer = httpx.post(f"{self.url}/api/v1/query", data=parameters, timeout=10).json()
         assert answer["status"] == "success", f"{expr}: {answer}"
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
     def answers(self, expr: str) -> bool:
         """Whether a query has a result that is a number."""
-        return any(not math.isnan(float(one["value"][1])) for one in self.query(expr))
+        return any(not math.isnan(float(series["value"][1])) for series in self.query(expr))
 
     def value(self, expr: str) -> float:
         """The one value of a query; 0 when it has none."""
-        return sum(float(one["value"][1]) for one in self.query(expr))
+        return sum(float(series["value"][1]) for series in self.query(expr))
 
     def firing(self, alert: str, since: float) -> list[dict[str, Any]]:
         """The labels of an alert that has been in state firing at some time since then (Unix seconds)."""
-        return [one for one in self.all_firing(since) if one["alertname"] == alert]
+        return [labels for labels in self.all_firing(since) if labels["alertname"] == alert]
 
     def all_firing(self, since: float) -> list[dict[str, Any]]:
         """The labels of every alert that has been in state firing at some time since then (Unix seconds)."""
         seconds = max(1, math.ceil(time.time() - since))
-        found = self.query(f'max_over_time(ALERTS{{alertstate="firing"}}[{seconds}s])')
-        return [one["metric"] for one in found]
+        alerts = self.query(f'max_over_time(ALERTS{{alertstate="firing"}}[{seconds}s])')
+        return [series["metric"] for series in alerts]
 
     def until_scraped(self, pods: int) -> None:
-        """Every pod has been scraped since now."""
-        begun = time.time()
+        """Wait until every pod has been scraped since now."""
+        start = time.time()
         wait_until(
-            lambda: len(self.query(f"timestamp(up{{deployment!=''}} == 1) > {begun}")) >= pods,
+            lambda: len(self.query(f"timestamp(up{{deployment!=''}} == 1) > {start}")) >= pods,
             "pods are scraped",
         )

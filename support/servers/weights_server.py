@@ -1,4 +1,8 @@
-"""A real HTTP server with folders of weights: by URL with ranges and, at the paths of the hub's API, as repositories. It can refuse, cut and damage."""
+"""A real HTTP server with folders of weights.
+
+It serves them by URL with ranges and, at the paths of the hub's API, as repositories. It can refuse, cut and
+damage.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,24 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 @dataclass
 class WeightsServer:
-    """`files`: content by URL path. `repositories`: of the hub, commit and folder by id. `cuts`: how many answers end after half of
-    their bytes. `failing`: how many answers may still succeed before all are 503; None: all. `token`: needed by everybody.
+    """A server that runs until the block ends.
+
+    `files`: content by URL path. `repositories`: commit and folder by id on the hub. `cuts`: how many answers
+    end after half of their bytes. `failing`: how many answers may still succeed before all are 503; None:
+    all. `token`: needed by everybody.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
     repositories: dict[str, tuple[str, Path]] = field(default_factory=dict)
     token: str | None = None
     siblings: list[dict[str, object]] = field(default_factory=list)
-    """Files that repositories of the hub list beside theirs."""
+    """Further files that repositories of the hub list."""
     signed: bool = False
-    """Whether answers are for requests that the user `reader` has signed as S3's clients do."""
+    """Whether only requests are answered that the user `reader` has signed as S3's clients do."""
     cuts: int = 0
     failing: int | None = None
     served: list[tuple[str, int, int]] = field(default_factory=list)
-    """Path, first byte and number of bytes of each answer with content of a file."""
+    """Path, first byte and number of bytes of each answer with the content of a file."""
     gate: threading.Event = field(default_factory=threading.Event)
     held: threading.Event = field(default_factory=threading.Event)
     """While `gate` is clear, content of safetensors waits, and `held` is set."""
@@ -65,15 +72,15 @@ class WeightsServer:
         return f"{self.url}/{at}"
 
     def bytes_of(self, name: str) -> int:
-        """Bytes sent of a file, over all answers."""
+        """Bytes sent of a file, in all answers together."""
         return sum(size for path, _, size in self.served if path.endswith(name))
 
     def _takes(self, counter: str) -> bool:
         with self._lock:
-            left = getattr(self, counter)
-            if left:
-                setattr(self, counter, left - 1)
-            return bool(left)
+            remaining = getattr(self, counter)
+            if remaining:
+                setattr(self, counter, remaining - 1)
+            return bool(remaining)
 
 
 def _handler(server: WeightsServer) -> type[BaseHTTPRequestHandler]:
@@ -103,8 +110,8 @@ def _handler(server: WeightsServer) -> type[BaseHTTPRequestHandler]:
             if body and server.failing is not None and not server._takes("failing"):
                 return self._send(503, b"", {})
             first, last, status = 0, len(content) - 1, 200
-            if found := _RANGE.fullmatch(self.headers.get("Range", "")):
-                first, last, status = int(found[1]), min(last, int(found[2] or last)), 206
+            if range_match := _RANGE.fullmatch(self.headers.get("Range", "")):
+                first, last, status = int(range_match[1]), min(last, int(range_match[2] or last)), 206
                 headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             if body and path.endswith(".safetensors") and not server.gate.is_set():
                 server.held.set()
@@ -138,24 +145,24 @@ def _handler(server: WeightsServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def _repository(self, path: str) -> None:
-            found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)
-            if found is None or found[1] not in server.repositories:
+            match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)
+            if match is None or match[1] not in server.repositories:
                 return self._send(401, b"", {"X-Error-Code": "RepoNotFound"})
-            commit, folder = server.repositories[found[1]]
-            if found[2] not in (None, "main", commit):
+            commit, folder = server.repositories[match[1]]
+            if match[2] not in (None, "main", commit):
                 return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             siblings = [_sibling(file, folder) for file in sorted(folder.rglob("*")) if file.is_file()]
             siblings += server.siblings
-            body = json.dumps({"id": found[1], "sha": commit, "siblings": siblings}).encode()
+            body = json.dumps({"id": match[1], "sha": commit, "siblings": siblings}).encode()
             return self._send(200, body, {"Content-Type": "application/json"})
 
         def _resolved(self, path: str) -> tuple[bytes | None, dict[str, str]]:
             name, _, rest = path.strip("/").partition("/resolve/")
             commit, _, file = rest.partition("/")
-            known = server.repositories.get(name)
-            if known is None or known[0] != commit or not (known[1] / file).is_file():
+            repository = server.repositories.get(name)
+            if repository is None or repository[0] != commit or not (repository[1] / file).is_file():
                 return None, {}
-            return (known[1] / file).read_bytes(), {"X-Repo-Commit": commit, "ETag": f'"{file}"'}
+            return (repository[1] / file).read_bytes(), {"X-Repo-Commit": commit, "ETag": f'"{file}"'}
 
         def log_message(self, *_: object) -> None:
             pass
@@ -166,12 +173,12 @@ def _handler(server: WeightsServer) -> type[BaseHTTPRequestHandler]:
 def _sibling(file: Path, folder: Path) -> dict[str, object]:
     content = file.read_bytes()
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    found: dict[str, object] = {
+    entry: dict[str, object] = {
         "rfilename": str(file.relative_to(folder)),
         "size": len(content),
         "blobId": blob,
     }
     if file.suffix == ".safetensors":
         digest = hashlib.sha256(content).hexdigest()
-        found["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
-    return found
+        entry["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
+    return entry

@@ -24,11 +24,14 @@ SPEC = {
 """One pod of each pool, with the demo model."""
 DEMO = ROOT / "workers" / "mmd_workers" / "model" / "demo"
 TOKENS = 16
-AGAIN_SECONDS = 0.2  # before the question is repeated that was answered with an error
+REPEAT_SECONDS = 0.2  # pause before a question that failed is repeated
 
 
 class Askers:
-    """They ask from entry to exit. Whatever they get is an answer, right or wrong, or an error with a status; anything else fails the test."""
+    """Clients that ask from entry to exit.
+
+    Each answer may be right or wrong, or an error with a status. Anything else fails the test.
+    """
 
     def __init__(self, deployment: Deployment, samples: Sequence[Sample]) -> None:
         self.answers: list[list[str]] = [[] for _ in samples]
@@ -51,7 +54,7 @@ class Askers:
             self._threads.shutdown(wait=False)
 
     def all_are_answered_twice(self) -> None:
-        """Wait until everybody has had two more answers."""
+        """Wait until every client has had two more answers."""
         goals = [len(answers) + 2 for answers in self.answers]
         wait_until(
             lambda: (
@@ -64,7 +67,7 @@ class Askers:
         )
 
     def check(self) -> None:
-        """Every answer is that of `generate`."""
+        """Check that every answer is that of `generate`."""
         for sample, answers in zip(self._samples, self.answers, strict=True):
             assert set(answers) == {
                 oracle.answer(DEMO, [(sample.kind, sample.bytes), sample.question], TOKENS)
@@ -82,6 +85,6 @@ class Askers:
                 )
             except openai.APIStatusError as error:
                 self.errors.append(error)
-                self._enough.wait(AGAIN_SECONDS)
+                self._enough.wait(REPEAT_SECONDS)
             else:
                 self.answers[number].append(str(answer.choices[0].message.content))

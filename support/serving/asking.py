@@ -1,4 +1,4 @@
-"""One request to a gateway as raw bytes, and what is wrong with its answer, whatever was sent."""
+"""Sends one request to a gateway as raw bytes, and finds what is wrong with its answer, whatever was sent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-HANG_SECONDS = 90.0  # without a byte: the server hangs
-TIMEOUT = "45"  # seconds that a request asks for; one of so few tokens that needs them all hangs in a pod
+HANG_SECONDS = 90.0  # a server that sends no byte for this long hangs
+TIMEOUT = "45"  # seconds that a request asks for; with so few tokens, one that needs them all hangs in a pod
 NEVER = (500, 502)
 """Statuses of defects. Others show a request at fault, or a limit."""
 _ENDS = ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")
@@ -32,7 +32,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got. `status` 0: nothing. `wrong`: what must never be."""
+    """What a client received. `status` 0: nothing. `wrong`: a defect of the answer."""
 
     status: int = 0
     code: str = ""
@@ -47,14 +47,17 @@ class Answer:
 
     @property
     def is_retained(self) -> bool:
-        """Whether a gateway keeps it for those who repeat its request: it is complete and has no error."""
+        """Whether a gateway keeps it for clients that repeat the request: it is complete and has no error."""
         if self.status != HTTPStatus.OK or self.wrong:
             return False
         return not (self.is_stream and any(_is_fault(value) for value in _values(self.body)))
 
 
 def ask(client: httpx.Client, asked: Asked, most_events: int | None = None) -> Answer:
-    """Send a request, and read its answer. `most_events`: of a stream, after which the client hangs up."""
+    """Send a request, and read its answer.
+
+    `most_events`: events of a stream after which the client hangs up.
+    """
     request = client.build_request(
         asked.method,
         asked.path,
@@ -118,7 +121,7 @@ def _data(body: bytes) -> list[str]:
 
 
 def _values(body: bytes) -> list[Any]:
-    return [json.loads(one) for one in _data(body) if one != "[DONE]"]
+    return [json.loads(data) for data in _data(body) if data != "[DONE]"]
 
 
 def _is_fault(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a gateway's index of prefixes knows of a pod, by looking up single blocks."""
+"""Looks up what a gateway's index of prefixes knows of a pod, by single blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_TOKENS = 16
 def held_by(
     index: CacheIndex, pod: str, identities: Iterable[bytes], block_tokens: int = BLOCK_TOKENS
 ) -> set[bytes]:
-    """Those of `identities` that the pod is known to have."""
+    """The `identities` that the pod is known to have."""
     slot = index.slot(pod)
     return {
         identity

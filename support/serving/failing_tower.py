@@ -1,5 +1,7 @@
-"""Towers of worker processes whose device has memory for few tokens of a medium. Python imports `sitecustomize` at its start, from the folder that a
-pod's variable PYTHONPATH begins with; the tower is changed when the worker imports it.
+"""Towers of worker processes whose device has memory for few tokens of a medium.
+
+Python imports `sitecustomize` at its start, from a folder in a pod's variable PYTHONPATH. The tower is
+changed when the worker imports it.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ sys.meta_path.insert(0, Finder())
 
 
 def with_little_memory(folder: Path, **most_tokens: int) -> dict[str, Any]:
-    """Fields of a pool whose towers run out of memory on media of more tokens than these, by modality."""
+    """Fields of a pool whose towers run out of memory on media with more than `most_tokens`, by modality."""
     folder.mkdir(exist_ok=True)
     most = {"image": 1 << 20, "video": 1 << 20, "audio": 1 << 20} | most_tokens
     (folder / "sitecustomize.py").write_text(_CODE.format(most=most))
-    # A value that begins with a folder of the container, such as /tmp, would be a path in it.
+    # A value that begins with a folder of the container, such as /tmp, would be taken for a path in it.
     path = os.pathsep.join([os.devnull, str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"template": {"env": [{"name": "PYTHONPATH", "value": path}]}}

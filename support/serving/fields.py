@@ -1,6 +1,7 @@
-"""The fields of a request by the OpenAPI document, nested ones included, and bodies that have a certain one.
+"""The fields of a request by the OpenAPI document, nested ones included, and bodies with a given field.
 
-A name is `messages[].content[].type`: what lies behind a choice of schemas or in the items of a list has no step of its own for each.
+A name looks like `messages[].content[].type`: alternatives of a schema and items of a list have no steps of
+their own.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ CHOICES = ("anyOf", "oneOf", "allOf")
 
 @dataclass(frozen=True)
 class Fields:
-    """Of one schema. `schemas`: those that it may refer to."""
+    """The fields of one schema. `schemas`: those that it may refer to."""
 
     schema: dict[str, Any]
     schemas: dict[str, Any]
 
     def names(self) -> Iterator[str]:
-        """Every field; one that holds its own kind again ends there."""
+        """Yield every field. A field that holds its own kind again ends there."""
         return self._names(self.schema, "", ())
 
     def with_field(self, name: str) -> Any:
@@ -37,37 +38,43 @@ class Fields:
                 yield from self._names(self._referred(reference), at, (*within, reference))
             return
         for name, inner in schema.get("properties", {}).items():
-            yield (its := f"{at}.{name}" if at else name)
-            yield from self._names(inner, its, within)
-        for one in _alternatives(schema):
-            yield from self._names(one, at, within)
-        for one in _items(schema):
-            yield from self._names(one, f"{at}[]", within)
+            yield (path := f"{at}.{name}" if at else name)
+            yield from self._names(inner, path, within)
+        for alternative in _alternatives(schema):
+            yield from self._names(alternative, at, within)
+        for item in _items(schema):
+            yield from self._names(item, f"{at}[]", within)
 
-    def _made(self, schema: dict[str, Any], wanted: str = "") -> Any:
-        """A value by a schema with the field `wanted` in it."""
+    def _made(self, schema: dict[str, Any], field_name: str = "") -> Any:
+        """A value for a schema, which has the field `field_name` in it."""
         if "$ref" in schema:
-            return self._made(self._referred(schema["$ref"]), wanted)
+            return self._made(self._referred(schema["$ref"]), field_name)
         if alternatives := _alternatives(schema):
-            having = (one for one in alternatives if not wanted or wanted in self._names(one, "", ()))
-            return self._made(next(having), wanted)
-        if wanted.startswith("["):
-            (item, *_) = (one for one in _items(schema) if wanted[3:] in {"", *self._names(one, "", ())})
-            return [self._made(item, wanted[2:].removeprefix("."))]
+            matching = (
+                schema
+                for schema in alternatives
+                if not field_name or field_name in self._names(schema, "", ())
+            )
+            return self._made(next(matching), field_name)
+        if field_name.startswith("["):
+            (item, *_) = (
+                item for item in _items(schema) if field_name[3:] in {"", *self._names(item, "", ())}
+            )
+            return [self._made(item, field_name[2:].removeprefix("."))]
         if "properties" in schema:
-            name, dot, rest = wanted.partition(".")
+            name, dot, rest = field_name.partition(".")
             name, bracket, item = name.partition("[")
             inner = bracket + item + dot + rest if bracket else rest
-            made = {one: self._made(schema["properties"][one]) for one in schema.get("required", ())}
-            return made | ({name: self._made(schema["properties"][name], inner)} if name else {})
+            body = {field: self._made(schema["properties"][field]) for field in schema.get("required", ())}
+            return body | ({name: self._made(schema["properties"][name], inner)} if name else {})
         for fixed in ("const", "default"):
             if fixed in schema:
                 return schema[fixed]
         return schema["enum"][0] if "enum" in schema else SAMPLES[schema.get("type", "string")]
 
     def _referred(self, reference: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.schemas[reference.rpartition("/")[2]]
-        return found
+        schema: dict[str, Any] = self.schemas[reference.rpartition("/")[2]]
+        return schema
 
 
 def takes_json(document: dict[str, Any], path: str) -> bool:
@@ -76,7 +83,7 @@ def takes_json(document: dict[str, Any], path: str) -> bool:
 
 
 def fields_of(document: dict[str, Any], path: str) -> Fields:
-    """Those of the requests that are posted to a path."""
+    """The fields of the requests that are posted to a path."""
     content = document["paths"][path]["post"]["requestBody"]["content"]
     return Fields(content["application/json"]["schema"], document["components"]["schemas"])
 
@@ -93,15 +100,15 @@ def names_in(content: bytes) -> Iterator[str]:
 def _names_in(value: Any, at: str) -> Iterator[str]:
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield (its := f"{at}.{name}" if at else name)
-            yield from _names_in(inner, its)
+            yield (path := f"{at}.{name}" if at else name)
+            yield from _names_in(inner, path)
     elif isinstance(value, list):
         for inner in value:
             yield from _names_in(inner, f"{at}[]")
 
 
 def _alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for kind in CHOICES for one in schema.get(kind, ())]
+    return [alternative for kind in CHOICES for alternative in schema.get(kind, ())]
 
 
 def _items(schema: dict[str, Any]) -> list[dict[str, Any]]:

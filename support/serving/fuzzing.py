@@ -1,9 +1,10 @@
-"""Random requests of two gateways that need API keys, made from the OpenAPI document that they serve, sent side by side; what must never
-happen is reported.
+"""Sends random requests to two gateways that need API keys, side by side, and reports what must never happen.
 
-Bodies come from schemathesis: valid ones, and ones that break their schema. Some are changed further, sent broken, or left by their client;
-some are sent again (`repeating`). Some come from a tenant at its limits, or without a valid key. Fields that chance leaves out are sent on
-purpose. Generated work is bounded, so that a run asks many questions instead of few long ones.
+Requests are made from the OpenAPI document that the gateways serve. Bodies come from schemathesis: valid
+ones, and ones that break their schema. Some are changed further, sent broken, or left by their client; some
+are sent again (`repeating`). Some come from a tenant at its limits, or without a valid key. Fields that
+chance leaves out are sent on purpose. Generated work is bounded, so that a run asks many questions instead of
+few long ones.
 """
 
 from __future__ import annotations
@@ -39,20 +40,19 @@ MODEL = "builtin/demo"
 CLIENTS = 8
 LEAVES_AFTER_SECONDS = (0.005, 0.05, 0.3)
 MOST_TOKENS = 12
-MOST_DIFFERENT = (
-    400  # bodies of one operation that are valid, or invalid; beyond it they are sent again with changes
-)
-CHANGED = 0.25  # of the others
+# Different valid bodies of one operation, and as many invalid ones; further requests repeat them with changes.
+MOST_DIFFERENT = 400
+CHANGED_SHARE = 0.25  # share of the other requests whose body is changed
 KEYS = 40  # idempotency keys that requests share
-REPEATED = 0.1  # of the requests for tokens: with a key of their own, and sent again
-STREAMED = 0.7  # of those
+REPEATED_SHARE = 0.1  # share of the requests for tokens that have their own key and are sent again
+STREAMED_SHARE = 0.7  # share of the repeated requests
 TOKENS_FIELDS = {
-    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),  # one of them
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),  # usually only one is sent
     "/v1/completions": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
     "/v1/messages": ("max_tokens",),
 }
-BOTH = 0.05  # of the requests that have several: which are refused
+BOTH_SHARE = 0.05  # share of requests with several of these fields, which are refused
 KEY, LIMITED, EXPIRED = "key-of-the-fuzz", "key-of-one-with-limits", "key-of-last-year"
 TENANTS = [
     {
@@ -83,8 +83,11 @@ BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": QUESTION},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
-"""Requests that are taken: with a few fields of a random body, most are, and reach what an invalid one does not."""
-BASED = 0.5
+"""Valid requests.
+
+With a few fields of a random body, most stay valid, and reach code that an invalid one does not.
+"""
+BASED_SHARE = 0.5
 PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 JUNK: tuple[Any, ...] = (
     None, True, 0, -1, 1.5, 10**30, "", "x", "\ud800", "\x00", "é" * 3000, [], {}, [[]], {"type": "text"}, [{}], PICTURE, "data:image/png;base64,AAAA",
@@ -96,21 +99,19 @@ JUNK: tuple[Any, ...] = (
 
 @dataclass
 class Report:
-    """What came of a run. `failures`: of each, the request and what was wrong with the answer."""
+    """The result of a run. `failures`: each failed request, and what was wrong with its answer."""
 
     requests: int = 0
-    left: int = 0  # by their clients, before the answer was complete
-    repeated: Counter[str] = field(
-        default_factory=Counter
-    )  # of the requests; by how, and what came of the first
+    left: int = 0  # requests whose clients left before the answer was complete
+    repeated: Counter[str] = field(default_factory=Counter)  # by how requests were sent again, with statuses
     statuses: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
     slowest_seconds: float = 0.0
-    unsent: list[str] = field(default_factory=list)  # fields of requests that none had, by path
+    unsent: list[str] = field(default_factory=list)  # fields that no request had, with their path
     failures: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """The report for a file."""
         return {
             "requests": self.requests,
             "left_by_their_clients": self.left,
@@ -136,7 +137,10 @@ def fuzzed_deployment(folder: Path) -> Iterator[Deployment]:
 
 
 def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
-    """Send so many requests, and those that fields need which these have left out; the same ones for the same seed."""
+    """Send `count` requests, and further ones with the fields that these have left out.
+
+    The same seed gives the same requests.
+    """
     report, lock = Report(), threading.Lock()
     with deployment.http(HANG_SECONDS) as client, ThreadPoolExecutor(CLIENTS) as threads:
         document = client.get("/openapi.json", headers=TAKEN[0]).raise_for_status().json()
@@ -144,22 +148,22 @@ def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
 
         def answer(sent: Asked | Repeat) -> None:
             try:
-                begun = time.monotonic()
+                start = time.monotonic()
                 answers = sent.send(client) if isinstance(sent, Repeat) else [ask(client, sent)]
-                seconds = (time.monotonic() - begun) / len(answers)
+                seconds = (time.monotonic() - start) / len(answers)
                 asked = sent.asked if isinstance(sent, Repeat) else sent
                 with lock:
                     report.requests += 1
                     report.left += bool(asked.leaves_after)
                     report.slowest_seconds = max(report.slowest_seconds, seconds)
                     if isinstance(sent, Repeat):
-                        report.repeated[f"{sent.how}: {[one.status for one in answers]}"] += 1
-                    for one in answers:
-                        report.statuses[f"{asked.method} {_route(asked.path)} {one.status}"] += 1
-                        report.codes[one.code] += bool(one.code)
-                        if one.wrong:
+                        report.repeated[f"{sent.how}: {[reply.status for reply in answers]}"] += 1
+                    for reply in answers:
+                        report.statuses[f"{asked.method} {_route(asked.path)} {reply.status}"] += 1
+                        report.codes[reply.code] += bool(reply.code)
+                        if reply.wrong:
                             report.failures.append(
-                                f"{one.wrong}: {asked.method} {asked.path} {asked.headers} {asked.content[:2000]!r}"
+                                f"{reply.wrong}: {asked.method} {asked.path} {asked.headers} {asked.content[:2000]!r}"
                             )
             finally:
                 free.release()
@@ -176,9 +180,9 @@ def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
 def _generate(
     document: dict[str, Any], count: int, seed_number: int, send: Callable[[Asked | Repeat], None]
 ) -> list[str]:
-    """Send so many requests; returns the fields that none of them had."""
+    """Send the requests, and return the fields that none of them had."""
     schema = schemathesis.openapi.from_dict(document)
-    operations = [found.ok() for found in schema.get_all_operations()]
+    operations = [result.ok() for result in schema.get_all_operations()]
     posts = [
         operation
         for operation in operations
@@ -189,28 +193,28 @@ def _generate(
     rng = random.Random(seed_number)
     for _ in range(gets_count := count // 50):
         send(_get(rng, rng.choice(gets).path))
-    left = count - gets_count
+    remaining = count - gets_count
     unsent: dict[str, set[str]] = {}
     for number, (operation, mode) in enumerate(shares):
-        share = left // (len(shares) - number)
-        left -= share
+        share = remaining // (len(shares) - number)
+        remaining -= share
         bodies = _bodies(operation, mode, min(share, MOST_DIFFERENT), seed_number)
         fields = set(fields_of(document, operation.path).names())
         at_top = sorted(name for name in fields if "." not in name and "[" not in name)
         left_out = unsent.setdefault(operation.path, fields)
         for at in range(share):
             body = bodies[at % len(bodies)]
-            if operation.path in TOKENS_FIELDS and rng.random() < REPEATED:
+            if operation.path in TOKENS_FIELDS and rng.random() < REPEATED_SHARE:
                 repeat = _repeat(rng, operation.path, body, f"{seed_number}-{number}-{at}")
                 left_out -= set(names_in(repeat.asked.content))
                 send(repeat)
                 continue
-            changes = at >= len(bodies) or rng.random() < CHANGED
+            changes = at >= len(bodies) or rng.random() < CHANGED_SHARE
             asked = _post(rng, operation.path, _body(rng, operation.path, body, at_top if changes else ()))
             left_out -= set(names_in(asked.content))
             send(asked)
     for path, names in unsent.items():
-        for name in sorted(names, key=len, reverse=True):  # a field has those that it lies in
+        for name in sorted(names, key=len, reverse=True):  # a field brings those that it lies in
             if name not in names:
                 continue
             asked = _on_purpose(rng, fields_of(document, path), path, name)
@@ -229,8 +233,8 @@ def _on_purpose(rng: random.Random, fields: Fields, path: str, name: str) -> Ask
 
 
 def _bodies(operation: Any, mode: Any, count: int, seed_number: int) -> list[Any]:
-    """So many bodies of an operation, or fewer where its schema has no more different ones."""
-    found: list[Any] = []
+    """`count` bodies of an operation, or fewer if its schema has no more different ones."""
+    bodies: list[Any] = []
 
     @seed(seed_number)
     @settings(
@@ -242,10 +246,10 @@ def _bodies(operation: Any, mode: Any, count: int, seed_number: int) -> list[Any
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def generate(case: Any) -> None:
-        found.append(case.body)
+        bodies.append(case.body)
 
     generate()
-    return found
+    return bodies
 
 
 def _get(rng: random.Random, path: str) -> Asked:
@@ -256,11 +260,11 @@ def _get(rng: random.Random, path: str) -> Asked:
 
 
 def _body(rng: random.Random, path: str, body: Any, fields: Sequence[str]) -> Any:
-    """A copy of a body, with something changed where `fields`, those that its schema has, are given."""
+    """A copy of a body. It is changed somewhere if `fields`, the fields of its schema, are given."""
     body = _with_whole_numbers(body)
-    if isinstance(body, dict) and rng.random() < BASED:
-        some = rng.sample(sorted(body), min(len(body), rng.randrange(4)))
-        body = copy.deepcopy(BASES[path]) | {name: body[name] for name in some}
+    if isinstance(body, dict) and rng.random() < BASED_SHARE:
+        names = rng.sample(sorted(body), min(len(body), rng.randrange(4)))
+        body = copy.deepcopy(BASES[path]) | {name: body[name] for name in names}
     if fields:
         body = _changed(rng, body, fields)
     if isinstance(body, dict):
@@ -301,16 +305,16 @@ def _post(rng: random.Random, path: str, body: Any) -> Asked:
 
 
 def _repeat(rng: random.Random, path: str, body: Any, key: str) -> Repeat:
-    """A request that is mostly taken, with one field of a random body, to be sent again."""
-    made = copy.deepcopy(BASES[path])
+    """A mostly valid request, with one field of a random body, to be sent again."""
+    content = copy.deepcopy(BASES[path])
     body = _with_whole_numbers(body)
     if isinstance(body, dict) and body:
         name = rng.choice(sorted(body))
-        made[name] = body[name]
-    made |= {"model": MODEL, "stream": rng.random() < STREAMED}
-    _bound(rng, made, TOKENS_FIELDS[path])
+        content[name] = body[name]
+    content |= {"model": MODEL, "stream": rng.random() < STREAMED_SHARE}
+    _bound(rng, content, TOKENS_FIELDS[path])
     headers = {"content-type": "application/json", "x-request-timeout": TIMEOUT, **rng.choice(TAKEN)}
-    return Repeat.drawn(rng, Asked("POST", path, headers, json.dumps(made).encode()), key)
+    return Repeat.drawn(rng, Asked("POST", path, headers, json.dumps(content).encode()), key)
 
 
 def _with_whole_numbers(value: Any) -> Any:
@@ -323,13 +327,16 @@ def _with_whole_numbers(value: Any) -> Any:
 
 
 def _bound(rng: random.Random, body: dict[str, Any], names: Sequence[str]) -> None:
-    """Few tokens and few answers where the request would be taken; what is no number stays. Of several `names` of one thing, one is kept."""
-    kept = rng.choice(names)
+    """Bound the tokens and answers of requests that would be taken. A value that is not a number stays.
+
+    Of several `names` of one setting, one is kept.
+    """
+    kept_name = rng.choice(names)
     for name in names:
         value = body.get(name)
-        if name != kept and rng.random() >= BOTH:
+        if name != kept_name and rng.random() >= BOTH_SHARE:
             body.pop(name, None)
-        elif (value is None and name == kept) or (type(value) is int and value > MOST_TOKENS):
+        elif (value is None and name == kept_name) or (type(value) is int and value > MOST_TOKENS):
             body[name] = MOST_TOKENS
     for field_name in ("n", "best_of"):
         if type(body.get(field_name)) is int and body[field_name] > 2:
@@ -339,7 +346,7 @@ def _bound(rng: random.Random, body: dict[str, Any], names: Sequence[str]) -> No
 
 
 def _changed(rng: random.Random, body: Any, fields: Sequence[str]) -> Any:
-    """A body with junk somewhere, or without something, or with something twice."""
+    """A body with junk somewhere, or with something missing or repeated."""
     if isinstance(body, dict) and rng.random() < 0.4:
         return body | {rng.choice(fields): copy.deepcopy(rng.choice(JUNK))}
     places = list(_places(body))

@@ -1,4 +1,7 @@
-"""What the pods of a deployment hold for requests, as their states and metrics have it: nothing once the last one has ended."""
+"""Finds what the pods of a deployment hold for requests, by their states and metrics.
+
+It is nothing once the last request has ended.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ def load_of(deployment: Deployment, pod: LocalPod) -> dict[str, Any]:
 
 def scrape(url: str) -> dict[str, dict[str, float]]:
     """Metric name → sums by each value of each label; "" has the sum of all."""
-    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
         for sample in family.samples:
             for value in ("", *sample.labels.values()):
-                found[sample.name][value] += sample.value
-    return found
+                sums[sample.name][value] += sample.value
+    return sums
 
 
 def _metrics_of(url: str) -> dict[str, dict[str, float]] | None:
@@ -53,12 +56,12 @@ def _metrics_of(url: str) -> dict[str, dict[str, float]] | None:
 
 
 def held(deployment: Deployment) -> list[str]:
-    """What a pod still keeps for a request."""
-    found = []
+    """Everything that pods still keep for requests."""
+    leftovers = []
     for pod in workers(deployment):
         facts, metrics = load_of(deployment, pod), _metrics_of(pod.http_url)
         if not facts or metrics is None:
-            found.append(f"{pod.name} does not answer")
+            leftovers.append(f"{pod.name} does not answer")
             continue
         free = facts["kv_blocks_free"] == facts["kv_blocks_total"]
         names = (
@@ -68,35 +71,39 @@ def held(deployment: Deployment) -> list[str]:
             "kv_blocks_reserved",
             "encode_running",
         )
-        found += [f"{pod.name} {name}={facts[name]}" for name in names if facts[name]]
-        found += (
+        leftovers += [f"{pod.name} {name}={facts[name]}" for name in names if facts[name]]
+        leftovers += (
             []
             if free
             else [f"{pod.name} {facts['kv_blocks_free']} of {facts['kv_blocks_total']} blocks free"]
         )
         states = metrics["mmd_feature_used_bytes"]
-        found += [
+        leftovers += [
             f"{pod.name} {states[state]:.0f} bytes {state}"
             for state in ("registered", "encoding", "encoded", "merged")
             if states[state]
         ]
     for pod in deployment.pods("gateway"):
-        its = _metrics_of(pod.admin_url)
-        if its is None:
-            found.append(f"{pod.name} does not answer")
+        gateway_metrics = _metrics_of(pod.admin_url)
+        if gateway_metrics is None:
+            leftovers.append(f"{pod.name} does not answer")
             continue
-        found += [f"{pod.name} {name}={its[name]['']:.0f}" for name in GATEWAY_FIGURES if its[name][""]]
-    return found
+        leftovers += [
+            f"{pod.name} {name}={gateway_metrics[name]['']:.0f}"
+            for name in GATEWAY_FIGURES
+            if gateway_metrics[name][""]
+        ]
+    return leftovers
 
 
 def assert_nothing_held(deployment: Deployment) -> None:
-    found: list[str] = []
+    leftovers: list[str] = []
 
     def nothing() -> bool:
-        found[:] = held(deployment)
-        return not found
+        leftovers[:] = held(deployment)
+        return not leftovers
 
-    # Longer than a lease: a word that got lost with a message server costs its blocks until then.
+    # Longer than a lease: until it ends, a message lost with a message server keeps blocks held.
     with suppress(AssertionError):
         wait_until(nothing, "nothing is held", seconds=75)
-    promise(not found, f"still held: {found}")
+    promise(not leftovers, f"still held: {leftovers}")

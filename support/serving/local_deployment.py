@@ -1,6 +1,7 @@
-"""A deployment as `mmd up` runs it, on a thread for all of them, so that plain tests can ask it, kill its pods and look at them.
+"""Runs a deployment as `mmd up` does, for plain tests that ask it, kill its pods and look at them.
 
-It has two gateways, which share nothing but NATS, and each request goes to the other one than the request before.
+One thread runs all deployments. Each has two gateways, which share nothing but NATS, and each request goes to
+the other gateway than the one before.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ NATS_STARTS = 5
 
 
 class Background:
-    """A thread with an event loop that lasts as long as this process, for all its deployments; their pods come from the same fork servers."""
+    """A thread with an event loop that lasts as long as this process, for all its deployments.
+
+    Their pods come from the same fork servers.
+    """
 
     def __init__(self) -> None:
         self.servers = ForkServers()
@@ -58,7 +62,7 @@ class Background:
 
 @cache
 def background() -> Background:
-    """The one of this process. Its thread and all that it started end with the process."""
+    """The background of this process. Its thread, and everything that it started, end with the process."""
     return Background()
 
 
@@ -80,8 +84,8 @@ class Deployment:
         self._serving = background().submit(self._serve())
         self._serving.add_done_callback(lambda _: self._ready.set())
         try:
-            self._ready.wait()  # at the latest after READY_SECONDS, with an error
-        except BaseException:  # the test's own time is over
+            self._ready.wait()  # set at the latest after READY_SECONDS, with an error
+        except BaseException:  # the test has timed out
             self._serving.cancel()
             with suppress(BaseException):
                 self._serving.result(STOP_SECONDS)
@@ -121,7 +125,7 @@ class Deployment:
 
     @property
     def gateway_url(self) -> str:
-        """Of the gateway whose turn it is."""
+        """URL of the gateway whose turn it is."""
         return next(self._turns).http_url
 
     def http(self, timeout: float, **options: Any) -> httpx.Client:
@@ -132,13 +136,16 @@ class Deployment:
             request.headers["host"] = request.url.netloc.decode()
 
         hooks = {"request": [take_turns]}
-        limits = openai.DEFAULT_CONNECTION_LIMITS  # httpx has at most 100 requests at once
+        limits = openai.DEFAULT_CONNECTION_LIMITS  # httpx's own limit is 100 requests at once
         return httpx.Client(
             base_url=self.gateway_url, timeout=timeout, event_hooks=hooks, limits=limits, **options
         )
 
     def client(self, timeout: float = 120, gateway: LocalPod | None = None) -> openai.OpenAI:
-        """The official client, without its own retries. Without a `gateway`, each of its requests goes to the one whose turn it is."""
+        """The official client, without its own retries.
+
+        Without a `gateway`, each of its requests goes to the one whose turn it is.
+        """
         return openai.OpenAI(
             base_url=f"{(gateway or self.pods('gateway')[0]).http_url}/v1",
             api_key="none",
@@ -148,10 +155,10 @@ class Deployment:
         )
 
     def timeline(self, request_id: str) -> dict[str, Any]:
-        """Of a recent request, from the gateway that had it."""
+        """Timeline of a recent request, from the gateway that had it."""
         urls = [f"{pod.admin_url}/debug/requests/{request_id}" for pod in self.pods("gateway")]
-        (found,) = [answer for url in urls if (answer := httpx.get(url, timeout=10)).status_code == 200]
-        timeline: dict[str, Any] = found.json()
+        (response,) = [answer for url in urls if (answer := httpx.get(url, timeout=10)).status_code == 200]
+        timeline: dict[str, Any] = response.json()
         return timeline
 
     def pods(self, component: str) -> list[LocalPod]:
@@ -163,13 +170,16 @@ class Deployment:
         return self.local.supervisor.children[pod.name].pid
 
     def kill(self, pod: LocalPod) -> None:
-        """As a crash: SIGKILL, without a word."""
+        """Kill a pod with SIGKILL, as a crash would."""
         pid = self.pid(pod)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
     def crash_gateway(self, gateway: LocalPod | None = None) -> None:
-        """Kill a gateway, the next one if none is named, and wait until its successor knows as many ready pods as all did."""
+        """Kill a gateway, by default the next one.
+
+        Waits until its successor knows as many ready pods as all gateways did.
+        """
         gateway = gateway or next(self._turns)
         wait_until(lambda: bool(self.ready_pods()), "every gateway knows the same pods")
         before, ready = self.pid(gateway), self.ready_pods()
@@ -190,14 +200,14 @@ class Deployment:
         return ready if all(other == ready for other in others) else None
 
     def terminate(self, pod: LocalPod) -> None:
-        """As an eviction: SIGTERM."""
+        """Send SIGTERM to a pod, as an eviction would."""
         pid = self.pid(pod)
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
 
     @contextmanager
     def without_nats(self) -> Iterator[None]:
-        """The message server is killed, and starts again with the same port and data."""
+        """Kill the message server, and start it again after the block, with the same port and data."""
         self._on_the_thread_that_lasts(self.local.nats.kill)
         try:
             yield
@@ -205,7 +215,10 @@ class Deployment:
             self._on_the_thread_that_lasts(self._start_nats)
 
     def _start_nats(self) -> None:
-        """As `mmd up` does: more than once, because on loopback a client that tries to connect may hold the port for a moment."""
+        """Start the message server with repeated attempts, as `mmd up` does.
+
+        On loopback, a client that tries to connect may hold the port for a moment.
+        """
         for _ in range(NATS_STARTS - 1):
             with suppress(PeerLostError):
                 self.local.nats.start()
@@ -219,11 +232,14 @@ class Deployment:
             pass
 
     def password(self, user: str) -> str:
-        """What the message server takes from a user."""
+        """The password that the message server takes from a user."""
         return self.local.nats.environment[PASSWORD_PREFIX + user]
 
     def rotate_passwords(self) -> None:
-        """As on a cluster: the Secret changes, the message server starts again, and the pods' files show the change later."""
+        """Rotate passwords as on a cluster: the Secret changes, and the message server starts again.
+
+        The pods' files show the change later; see `show_passwords`.
+        """
         passwords = {user: f"p{secrets.token_hex(8)}" for user in USERS}
         passwords |= {previous_of(user): self.password(user) for user in USERS}
         with self.without_nats():
@@ -232,7 +248,7 @@ class Deployment:
             )
 
     def show_passwords(self) -> None:
-        """The pods' files show what the message server takes."""
+        """Write the passwords that the message server takes to the pods' files."""
         for pod in self.local.pods:
             file = Path(pod.environment["MMD_NATS_LOGIN"]) / "password"
             file.write_text(self.password(pod.environment["MMD_NATS_USERNAME"]))
@@ -254,7 +270,7 @@ class Deployment:
         return "\n".join(["it printed:", *(f"{pod} {line}" for pod, line in list(self.lines)[-40:])])
 
     def state(self, pod: LocalPod) -> dict[str, Any]:
-        """What the pod says of itself."""
+        """The state that the pod reports."""
         answer: dict[str, Any] = httpx.get(f"{pod.http_url}/state", timeout=5).json()
         return answer
 
@@ -266,7 +282,7 @@ class Deployment:
             return False
 
     def wait_ready(self, pod: LocalPod) -> None:
-        """Until the pod is routable again."""
+        """Wait until the pod is routable again."""
         wait_until(lambda: self.is_ready(pod), f"{pod.name} is ready")
 
     def logged(self, text: str) -> list[str]:
@@ -288,7 +304,7 @@ def content(sample: Sample) -> list[dict[str, Any]]:
 
 
 def write(path: Path, spec: dict[str, Any], name: str = "test") -> Path:
-    """A MultimodalDeployment file."""
+    """Write a MultimodalDeployment file."""
     resource = {
         "apiVersion": "serving.multimodal.dev/v1alpha1",
         "kind": "MultimodalDeployment",

@@ -1,4 +1,7 @@
-"""Buses that are joined in memory: a message takes a few turns of the event loop and no time, so a test on a `FakeClock` is exact."""
+"""Buses that are joined in memory.
+
+A message takes a few turns of the event loop and no time, so a test on a `FakeClock` is exact.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 class _Served:
-    """A subject, of whose last token `*` takes any, and who handles its messages: in order, or requests side by side."""
+    """A subject, and the handler of its messages.
+
+    A `*` as its last token matches any. Messages are handled in order, requests side by side.
+    """
 
     def __init__(self, subject: str, kind: type, handler: Handler) -> None:
         self.subject, self.kind, self.handler = subject, kind, handler
@@ -57,7 +63,7 @@ class _Served:
 
 
 class MemoryNet:
-    """What joins the buses. `clock`: of the time-outs of requests."""
+    """Joins the buses. `clock`: for the timeouts of requests."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self.clock = clock
@@ -70,7 +76,7 @@ class MemoryNet:
 
 
 class _MemoryBus:
-    """As much of a `Bus` as those use who only publish, subscribe, request and serve."""
+    """The part of a `Bus` that clients need to publish, subscribe, request and serve."""
 
     is_connected = True
 
@@ -78,7 +84,7 @@ class _MemoryBus:
         self.client_name, self.subjects = name, net.subjects
         self.client = SimpleNamespace(is_closed=False)
         self._net = net
-        self._own: list[_Served] = []
+        self._listeners: list[_Served] = []
 
     def on_reconnect(self, _: object) -> None:
         pass
@@ -87,8 +93,8 @@ class _MemoryBus:
         pass
 
     async def publish(self, subject: str, message: object, reply: str = "") -> None:
-        for one in [one for one in self._net.subscribed if one.takes(subject)]:
-            one.put(pack(message))
+        for listener in [listener for listener in self._net.subscribed if listener.takes(subject)]:
+            listener.put(pack(message))
 
     async def subscribe(self, subject: str, kind: type, handler: Handler) -> Any:
         return self._listen(self._net.subscribed, _Served(subject, kind, handler))
@@ -104,9 +110,9 @@ class _MemoryBus:
         timeout: float,
         max_bytes: int = 1 << 30,
     ) -> Any:
-        for heard in [one for one in self._net.subscribed if one.takes(subject)]:
-            heard.put(pack(message, max_bytes))
-        served = next((one for one in self._net.served if one.takes(subject)), None)
+        for listener in [listener for listener in self._net.subscribed if listener.takes(subject)]:
+            listener.put(pack(message, max_bytes))
+        served = next((server for server in self._net.served if server.takes(subject)), None)
         if served is None:
             raise PeerLostError(f"no subscriber on {subject}")
         answering = served.answer(pack(message, max_bytes))
@@ -123,20 +129,20 @@ class _MemoryBus:
 
     async def close(self) -> None:
         self.client.is_closed = True
-        for one in list(self._own):
-            self._forget(one)
+        for listener in list(self._listeners):
+            self._forget(listener)
 
-    def _listen(self, group: list[_Served], one: _Served) -> Any:
-        group.append(one)
-        self._own.append(one)
+    def _listen(self, group: list[_Served], listener: _Served) -> Any:
+        group.append(listener)
+        self._listeners.append(listener)
 
         async def unsubscribe() -> None:
-            self._forget(one)
+            self._forget(listener)
 
         return SimpleNamespace(unsubscribe=unsubscribe)
 
-    def _forget(self, one: _Served) -> None:
-        one.end()
-        for group in (self._net.subscribed, self._net.served, self._own):
-            if one in group:
-                group.remove(one)
+    def _forget(self, listener: _Served) -> None:
+        listener.end()
+        for group in (self._net.subscribed, self._net.served, self._listeners):
+            if listener in group:
+                group.remove(listener)

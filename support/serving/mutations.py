@@ -1,5 +1,6 @@
-"""Media files with damage of every kind, sent through the sandbox: each gets what it holds, or an error that names its fault, and nothing is
-left behind.
+"""Sends media files with damage of every kind through the sandbox.
+
+Each gives what the file holds, or an error that names its fault, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ SAMPLE_RATE_HZ = 16_000
 MAX_FRAMES = 8
 MAX_PAGES = 3
 SEARCHES = (SamplingChoice(sampling="scene_changes"), SamplingChoice(timestamps=(0.0, 0.5)))
-GROWN_MEBIBYTES = 256  # of a decode process, after its first files
-SETTLED_AFTER = 200  # files
+GROWN_MEBIBYTES = 256  # growth that a decode process may have after its first files
+SETTLED_AFTER = 200  # first files, after which growth counts
 EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
 SentAs = Literal["image", "video", "audio", "document"]
 SENT_AS: tuple[SentAs, ...] = get_args(SentAs)
@@ -42,7 +43,7 @@ FAULTS = re.compile("the decoder (crashed|hung|returned)|took longer|unknown dec
 
 @dataclass
 class Report:
-    """What became of the files, by format; and what must not have happened."""
+    """The results of the files by format, and what must not have happened."""
 
     decoded: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -64,16 +65,16 @@ def originals() -> dict[str, bytes]:
 
 
 async def kinds(pool: DecodePool, files: Mapping[str, bytes]) -> list[tuple[str, SentAs]]:
-    """Names of the files, each with what it may be sent as: a video with sound as both."""
-    found: list[tuple[str, SentAs]] = []
+    """Names of the files, each with a kind that it may be sent as. A video with sound is there as both."""
+    pairs: list[tuple[str, SentAs]] = []
     for name, data in files.items():
         for kind in SENT_AS:
             try:
                 await _probe(pool, data, kind)
             except BadMediaError:
                 continue
-            found.append((name, kind))
-    return found
+            pairs.append((name, kind))
+    return pairs
 
 
 def mutant(files: Mapping[str, bytes], name: str, seed: int, number: int) -> bytes:
@@ -91,7 +92,7 @@ def mutant(files: Mapping[str, bytes], name: str, seed: int, number: int) -> byt
 
 def _damage(data: bytearray, files: Mapping[str, bytes], rng: np.random.Generator) -> None:
     size = len(data)
-    near = min(size, 512) if rng.integers(2) else size  # headers are where most fields are
+    near = min(size, 512) if rng.integers(2) else size  # most fields are in headers
     at = int(rng.integers(near)) if near else 0
     span = int(min(size - at, 1 << rng.integers(1, 10)))
     match rng.integers(9):
@@ -100,7 +101,7 @@ def _damage(data: bytearray, files: Mapping[str, bytes], rng: np.random.Generato
                 data[place] ^= 1 << rng.integers(8)
         case 1 | 2:
             _write_extreme(data, at, rng)
-        case 3:  # the size or the first fields of something that has a name of four letters
+        case 3:  # the size or the first fields of a part with a name of four letters
             names = [match.start() for match in re.finditer(rb"[A-Za-z0-9 ]{4}", data)]
             if names:
                 _write_extreme(data, max(0, int(rng.choice(names)) + int(rng.integers(-4, 16))), rng)
@@ -134,7 +135,9 @@ def _with_checksums(png: bytearray) -> None:
 
 
 async def check(pool: DecodePool, data: bytes, kind: SentAs) -> MediumInfo:
-    """Probe and decode a medium, a video at some frames, and look for others; a document's first pages. Returns what it is, or its first page.
+    """Probe and decode a medium: a video at given and at searched frames, a document's first pages.
+
+    Returns what it is, or its first page.
 
     Raises:
         BadMediaError: it was refused.
@@ -171,7 +174,10 @@ async def _decode(pool: DecodePool, data: bytes, info: MediumInfo) -> None:
 
 
 async def run(files: Mapping[str, bytes], count: int, seed: int, pool: DecodePool) -> Report:
-    """Send `count` damaged files through a pool that was started, as many at once as it has processes, and close it."""
+    """Send `count` damaged files through a pool that was started, and close it.
+
+    As many files are sent at once as the pool has processes.
+    """
     report = Report()
     sent = await kinds(pool, files)
     numbers = iter(range(count))
@@ -198,9 +204,9 @@ async def run(files: Mapping[str, bytes], count: int, seed: int, pool: DecodePoo
             if now - was > GROWN_MEBIBYTES
         ]
         report.failures += [
-            f"decode process {pid} holds {len(held)} files: {held}"
+            f"decode process {pid} holds {len(open_files)} files: {open_files}"
             for pid in after
-            if len(held := opened(pid)) > 4
+            if len(open_files := opened(pid)) > 4
         ]
     finally:
         await pool.close()
@@ -213,7 +219,7 @@ async def run(files: Mapping[str, bytes], count: int, seed: int, pool: DecodePoo
 
 async def _send(pool: DecodePool, data: bytes, sent_as: SentAs, name: str, report: Report) -> None:
     kind = f"{name.split(' ', maxsplit=1)[0].rpartition('.')[2]} {sent_as}"
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         await check(pool, data, sent_as)
         report.decoded[kind] += 1
@@ -223,7 +229,7 @@ async def _send(pool: DecodePool, data: bytes, sent_as: SentAs, name: str, repor
             report.failures.append(f"{name} ({sent_as}): {error.message}")
     except (MmdError, AssertionError) as error:
         report.failures.append(f"{name} ({sent_as}): {error}")
-    report.slowest = max(report.slowest, (time.monotonic() - begun, name))
+    report.slowest = max(report.slowest, (time.monotonic() - start, name))
 
 
 def _mebibytes(pid: int) -> int:
@@ -231,11 +237,11 @@ def _mebibytes(pid: int) -> int:
 
 
 def opened(pid: int) -> list[str]:
-    """What a process has open, by the names that the kernel gives it."""
-    found = []
+    """Everything that a process has open, by the kernel's names."""
+    names = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found.append(os.readlink(path))
+            names.append(os.readlink(path))
         except OSError:  # closed meanwhile
             continue
-    return found
+    return names

@@ -1,4 +1,4 @@
-"""One running deployment of the demo model for all tests that look at it from outside, and load to look at.
+"""One running deployment of the demo model for all tests that look at it from outside, and load for it.
 
 Every test that uses `observed` belongs to the xdist group of the same name, so that it starts once.
 """
@@ -26,8 +26,9 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def observed_deployment(path: Path, name: str = "observed", **spec: Any) -> Path:
-    """examples/demo.yaml with promises, so that there is something to keep or to miss, and decoders that are soon full and compute short
-    prompts themselves.
+    """examples/demo.yaml with promises, so that there is something to keep or to miss.
+
+    Its decoders are soon full, and compute short prompts themselves.
     """
     resource = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
     resource["metadata"]["name"] = name
@@ -62,25 +63,25 @@ def ask(deployment: Deployment, what: list[dict[str, Any]] | str, **options: Any
 
 
 def load(deployment: Deployment, count: int, first_seed: int, at_once: int = 8) -> list[str]:
-    """Ask about `count` different files and about text, several at a time; the request ids."""
+    """Ask about `count` different files and about text, several at a time. Returns the request ids."""
 
-    def one(number: int) -> str:
+    def ask_about(number: int) -> str:
         seed = first_seed + number
         kind = (*KINDS, "text")[number % 4]
         what: Any = f"What is {seed}?" if kind == "text" else content(draw(kind, seed))  # type: ignore[arg-type]
         return str(ask(deployment, what).id)
 
     with ThreadPoolExecutor(at_once) as threads:
-        return list(threads.map(one, range(count)))
+        return list(threads.map(ask_about, range(count)))
 
 
 def scrape(pods: list[LocalPod]) -> dict[Series, float]:
     """The sum over pods of every series."""
-    found: dict[Series, float] = {}
+    sums: dict[Series, float] = {}
     for pod in pods:
         text = httpx.get(f"{pod.admin_url}/metrics", timeout=10).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 series = (sample.name, tuple(sorted(sample.labels.items())))
-                found[series] = found.get(series, 0.0) + sample.value
-    return found
+                sums[series] = sums.get(series, 0.0) + sample.value
+    return sums

@@ -1,6 +1,7 @@
-"""Clients whose packages do not go along with this project's: Node's, and those of Python that want other versions of its packages.
+"""Runs clients whose packages do not go along with this project's.
 
-They are installed from PyPI and npm, at exact versions, into an environment of their own, Node included.
+They are Node's, and those of Python that want other versions of its packages. They are installed from PyPI
+and npm, at exact versions, into an environment of their own, Node included.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ RUN_SECONDS = 180
 
 
 def environment() -> Path:
-    """The folder `bin` of the environment, which is installed where it is missing or out of date.
+    """The folder `bin` of the environment, which is installed if it is missing or out of date.
 
-    Skips the test where the registries cannot be reached, which with CI=true fails it.
+    Skips the test if the registries cannot be reached; with CI=true, fails it.
     """
-    wanted = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in PINNED)).hexdigest()
+    digest = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in PINNED)).hexdigest()
     stamp = HOME / "installed"
-    if not stamp.exists() or stamp.read_text() != wanted:
+    if not stamp.exists() or stamp.read_text() != digest:
         try:
             _install()
         except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or b""
-            reason = f"cannot install other clients: {error}; {said[-500:].decode(errors='replace')}"
+            stderr = getattr(error, "stderr", None) or b""
+            reason = f"cannot install other clients: {error}; {stderr[-500:].decode(errors='replace')}"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-        stamp.write_text(wanted)
+        stamp.write_text(digest)
     return HOME / "bin"
 
 
@@ -59,32 +60,38 @@ def _run(*command: object) -> None:
 
 
 def node(script: str, *arguments: str, request: dict[str, Any]) -> dict[str, Any]:
-    """What a script of `SOURCES` prints for a request, as JSON. It finds its packages next to it."""
+    """Run a script of `SOURCES` for a request, and return what it prints as JSON.
+
+    It finds its packages next to it.
+    """
     folder = environment()
     shutil.copy(SOURCES / script, HOME)
-    found: dict[str, Any] = json.loads(program(folder / "node", HOME / script, *arguments, REQUEST=request))
-    return found
+    answer: dict[str, Any] = json.loads(program(folder / "node", HOME / script, *arguments, REQUEST=request))
+    return answer
 
 
 def python(script: str, *, request: dict[str, Any]) -> dict[str, Any]:
-    """What a script of `SOURCES` prints for a request, as JSON."""
-    found: dict[str, Any] = json.loads(program(environment() / "python", SOURCES / script, REQUEST=request))
-    return found
+    """Run a script of `SOURCES` for a request, and return what it prints as JSON."""
+    answer: dict[str, Any] = json.loads(program(environment() / "python", SOURCES / script, REQUEST=request))
+    return answer
 
 
 def program(*command: object, **variables: Any) -> str:
-    """What a program of the environment prints. `variables`: of its environment; what is no text is given as JSON."""
-    given = {
+    """Run a program of the environment, and return what it prints.
+
+    `variables`: environment variables of the program. Values that are not text are given as JSON.
+    """
+    texts = {
         name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()
     }
-    kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
+    inherited = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
     path = f"{HOME / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
+    result = subprocess.run(
         list(map(str, command)),
         capture_output=True,
         text=True,
         timeout=RUN_SECONDS,
-        env={**kept, "PATH": path, **given},
+        env={**inherited, "PATH": path, **texts},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout

@@ -1,4 +1,4 @@
-"""A gateway as far as pods see one: it places requests on them, and keeps the tokens of each."""
+"""A gateway as pods see it: it places requests on them, and keeps the tokens of each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Client:
         self.changed.set()
 
     async def _receipt(self, report: SequenceReport) -> SequenceReceipt:
-        return SequenceReceipt([len(self.tokens.get(held.request_id, ())) for held in report.sequences])
+        return SequenceReceipt(
+            [len(self.tokens.get(sequence.request_id, ())) for sequence in report.sequences]
+        )
 
     async def place(
         self,
@@ -61,10 +63,10 @@ class Client:
         assert placed.accepted, placed
 
     async def until_tokens(self, name: str, count: int) -> list[int]:
-        def are_there() -> bool:
+        def have_arrived() -> bool:
             if self.failures:
                 raise RuntimeError(f"requests failed: {self.failures}")
             return len(self.tokens.get(name, ())) >= count
 
-        await until(are_there, lambda: f"{count} tokens of {name}", changed=self.changed)
+        await until(have_arrived, lambda: f"{count} tokens of {name}", changed=self.changed)
         return [token for _, token in sorted(self.tokens[name].items())]

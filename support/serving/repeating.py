@@ -1,4 +1,4 @@
-"""Sends a request with an idempotency key again, in the ways that clients do, and says where an answer is not that of the first one."""
+"""Sends a request with an idempotency key again, as clients do, and reports answers unlike the first."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ _ID = re.compile(rb"^id: (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Repeat:
-    """A request whose key no other has, and how it is sent again. `at`: which part of its stream the client has then, 0 to 1. `deadline`: of the
-    one that has another.
+    """A request with a key of its own, and how it is sent again.
+
+    `at`: which part of its stream the client has then, 0 to 1. `deadline`: for the repeat with another
+    deadline.
     """
 
     asked: Asked
@@ -40,12 +42,12 @@ class Repeat:
 
     @classmethod
     def drawn(cls, rng: random.Random, asked: Asked, key: str) -> Repeat:
-        """A random one."""
+        """Draw a random repeat."""
         headers = asked.headers | {"idempotency-key": key}
         return cls(replace(asked, headers=headers), rng.choice(HOWS), rng.random(), rng.choice(DEADLINES))
 
     def send(self, client: httpx.Client) -> list[Answer]:
-        """Send the request, and send it again; returns all answers."""
+        """Send the request, and send it again. Returns all answers."""
         match self.how:
             case "afterwards":
                 first = ask(client, self.asked)
@@ -62,12 +64,12 @@ class Repeat:
                     return [first]
                 return [first, _joined(head, self._resumed(client, head), first)]
             case "resumed while it runs":
-                begun = ask(client, self.asked, most_events=1 + int(3 * self.at))
-                head = _head(begun.body, begun.body.count(b"\n\n"))
-                if not (begun.is_stream and head):
-                    return [begun]
+                partial = ask(client, self.asked, most_events=1 + int(3 * self.at))
+                head = _head(partial.body, partial.body.count(b"\n\n"))
+                if not (partial.is_stream and head):
+                    return [partial]
                 rest, whole = self._resumed(client, head), ask(client, self.asked)
-                return [begun, _joined(head, rest, whole), whole]
+                return [partial, _joined(head, rest, whole), whole]
             case "other deadline":
                 hurried = self._with({"x-request-timeout": self.deadline})
                 first = ask(client, hurried)
@@ -76,9 +78,13 @@ class Repeat:
 
     def _beside(self, client: httpx.Client) -> list[Answer]:
         with ThreadPoolExecutor(2) as threads:
-            one, other = threads.map(lambda asked: ask(client, asked), (self.asked, self.asked))
-        is_first = REPEATED_HEADER not in one.headers
-        return [one, _as_first(one, other)] if is_first else [other, _as_first(other, one)]
+            answer, other_answer = threads.map(lambda asked: ask(client, asked), (self.asked, self.asked))
+        is_first = REPEATED_HEADER not in answer.headers
+        return (
+            [answer, _as_first(answer, other_answer)]
+            if is_first
+            else [other_answer, _as_first(other_answer, answer)]
+        )
 
     def _resumed(self, client: httpx.Client, head: bytes) -> Answer:
         last = _ID.findall(head)[-1].decode()
@@ -92,7 +98,7 @@ class Repeat:
 
 
 def _as_first(first: Answer, second: Answer) -> Answer:
-    """The second answer, with what is wrong if it is not the first once more."""
+    """The second answer, marked as wrong if it does not repeat the first."""
     if second.wrong or not first.is_retained:
         return second
     if second.headers.get(REPEATED_HEADER) != "true":
@@ -107,7 +113,7 @@ def _refused(first: Answer, second: Answer) -> Answer:
 
 
 def _joined(head: bytes, rest: Answer, whole: Answer) -> Answer:
-    """The rest of a stream, with what is wrong if both parts are not the whole."""
+    """The rest of a stream, marked as wrong if both parts together are not the whole."""
     if rest.wrong or not whole.is_retained:
         return rest
     if rest.status != HTTPStatus.OK:
@@ -116,14 +122,16 @@ def _joined(head: bytes, rest: Answer, whole: Answer) -> Answer:
     return rest if joined == whole.body else replace(rest, wrong=_differs(whole.body, joined))
 
 
-def _differs(expected: bytes, got: bytes) -> str:
-    same = next((at for at, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), None)
-    at = min(len(expected), len(got)) if same is None else same
-    return f"a repeat that differs from byte {at} on: {got[at : at + 100]!r} instead of {expected[at : at + 100]!r}"
+def _differs(expected: bytes, actual: bytes) -> str:
+    same = next(
+        (at for at, pair in enumerate(zip(expected, actual, strict=False)) if pair[0] != pair[1]), None
+    )
+    at = min(len(expected), len(actual)) if same is None else same
+    return f"a repeat that differs from byte {at} on: {actual[at : at + 100]!r} instead of {expected[at : at + 100]!r}"
 
 
 def _head(body: bytes, most: int) -> bytes:
-    """At most so many parts of a stream, up to an event with an id; empty: it has none there."""
+    """At most `most` parts of a stream, up to an event with an id; empty if there is none."""
     parts = body.split(b"\n\n")[:-1][:most]
     while parts and not _ID.search(parts[-1]):
         parts.pop()

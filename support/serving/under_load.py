@@ -23,19 +23,22 @@ VIDEO = draw("video", 90_000)
 
 
 def another_video() -> Sample:
-    """One that nobody has encoded before."""
+    """A video that nobody has encoded before."""
     return replace(VIDEO, bytes=as_another_file(VIDEO.bytes, time.time_ns()))
 
 
 def about_videos(count: int) -> list[dict[str, Any]]:
-    """One question about several."""
+    """One question about several videos."""
     videos = [another_video() for _ in range(count)]
     return [content(video)[0] for video in videos] + content(VIDEO)[1:]
 
 
 @contextmanager
 def frozen(pid: int | None) -> Iterator[None]:
-    """As a process that hangs: it is there and does nothing. Its liveness probe lets it hang for as long as the test takes."""
+    """Freeze a process, as if it hung: it is there and does nothing.
+
+    Its liveness probe lets it hang for as long as the test takes.
+    """
     assert pid is not None
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(supervisor, "LIVENESS_FAILURES", math.inf)
@@ -48,13 +51,13 @@ def frozen(pid: int | None) -> Iterator[None]:
 
 @contextmanager
 def clients(deployment: Deployment) -> Iterator[Callable[..., Future[Any]]]:
-    """Many clients at once; the block ends when all have their answer."""
+    """Many clients at once. The block ends when all have their answer."""
     client = deployment.client(timeout=300)
     defaults: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 
-    def one(what: list[dict[str, Any]] | str, options: dict[str, Any]) -> Any:
+    def ask(what: list[dict[str, Any]] | str, options: dict[str, Any]) -> Any:
         messages: Any = [{"role": "user", "content": what}]
         return client.chat.completions.create(model="builtin/demo", messages=messages, **defaults | options)
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        yield lambda what, **options: threads.submit(one, what, options)
+        yield lambda what, **options: threads.submit(ask, what, options)

@@ -1,1 +1,1 @@
-"""What `mmd check` does, from generated prompts to the verdict. It begins in `compare.py`."""
+"""`mmd check`, from generated prompts to the verdict. It begins in `compare.py`."""

@@ -1,4 +1,4 @@
-"""What the comparison found, and how it is printed. Independent of the model."""
+"""The result of a comparison, and its text form. Independent of the model."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from mmd_api.contract.pools import Modality
 
 @dataclass(slots=True)
 class Case:
-    """One prompt and how far both sides agree. `refused`: why it was not served; `failed`: why it was not compared."""
+    """One prompt, and how far both sides agree on it.
+
+    `refused`: why it was not served; `failed`: why it was not compared.
+    """
 
     name: str
     modalities: frozenset[Modality] = frozenset()
-    tokens: tuple[int, int] = (0, 0)  # of the prompt: split, whole
-    features: float | None = None  # largest error, relative
+    tokens: tuple[int, int] = (0, 0)  # prompt tokens: split, whole
+    features: float | None = None  # largest relative error
     logits: float | None = None
-    outputs: tuple[int, int] = (0, 0)  # equal, of how many
+    outputs: tuple[int, int] = (0, 0)  # equal tokens, all tokens
     refused: str = ""
     failed: str = ""
     wrong: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
-        """One word."""
+        """The outcome in one or two words."""
         if self.refused:
             return "refused"
         if self.failed:
@@ -34,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `mmd check` prints."""
+    """The result of `mmd check`."""
 
     model: str
     model_type: str
@@ -44,7 +47,9 @@ class CheckReport:
 
     @property
     def verdict(self) -> Literal["agrees", "differs", "incomplete"]:
-        """`incomplete`: nothing differs, but a prompt, or every prompt with a modality that the model takes, was not compared."""
+        """`incomplete`: nothing differs, but a prompt was not compared, or none with some modality that the
+        model takes.
+        """
         verdicts = [case.verdict for case in self.cases]
         if "differs" in verdicts:
             return "differs"
@@ -58,7 +63,7 @@ class CheckReport:
 
 
 def lines_of(report: CheckReport) -> list[str]:
-    """The report as text."""
+    """The report as lines of text."""
     takes = ", ".join(sorted(report.takes)) or "text only"
     lines = [
         f"model {report.model} ({report.model_type}) in {report.dtype}, accepts {takes}",

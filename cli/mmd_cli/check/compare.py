@@ -1,7 +1,7 @@
-"""`mmd check`: whether a model, split as workers run it, answers as the whole model does in transformers.
+"""`mmd check`: compares a model, split as workers run it, with the whole model in transformers.
 
-Both get the same generated text, image, video and sound. Compared are the prompts' tokens, the features in the places of the media,
-the logits of each step, and the tokens that greedy decoding gives.
+Both get the same generated text, image, video and sound. Compared are the tokens of the prompts, the features
+at the positions of media, the logits of each step, and the tokens of greedy decoding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from mmd_workers.model.language import HfLanguageModel
 from mmd_workers.model.prompt import LoweredPrompt
 
 LARGEST_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative to the largest value: beyond rounding, but far below what a wrong mask or position does."""
+"""Tolerated error, relative to the largest value.
+
+It exceeds rounding, but is far below the effect of a wrong mask or position.
+"""
 QUESTION = "What is this? Answer in one sentence."
 
 
@@ -38,8 +41,8 @@ def check(spec: ModelSpec, device: torch.device) -> CheckReport:
             f"the model cannot be loaded: {_named(error)}; check its files and that this version of transformers loads it"
         ) from error
     takes = checked.frontend.modalities
-    asked = prompts(takes, checked.frontend.takes_sound_of_videos)
-    cases = [_compare(checked, name, media) for name, media in asked]
+    all_prompts = prompts(takes, checked.frontend.takes_sound_of_videos)
+    cases = [_compare(checked, name, media) for name, media in all_prompts]
     dtype = str(checked.language.dtype).removeprefix("torch.")
     return CheckReport(spec.id, checked.model_type, dtype, takes, cases)
 
@@ -94,7 +97,7 @@ def _judge(
     whole_tokens: list[int],
     whole_logits: torch.Tensor,
 ) -> None:
-    """Compare logits up to the first token that differs: what follows it is another answer."""
+    """Compare logits up to the first token that differs; after it, the two answers are different ones."""
     if logits.shape[-1] != whole_logits.shape[-1]:
         case.wrong.append(
             f"the logits have {logits.shape[-1]} values split and {whole_logits.shape[-1]} unsplit"
@@ -108,7 +111,7 @@ def _judge(
     steps = min(equal + 1, len(whole_tokens))
     scale = float(whole_logits[:steps].abs().max())
     case.logits = float((logits[:steps] - whole_logits[:steps]).abs().max()) / max(scale, 1e-6)
-    if case.features is not None and not case.features <= allowed:  # NaN is no agreement
+    if case.features is not None and not case.features <= allowed:  # NaN does not agree
         case.wrong.append(f"the features differ by {case.features:.1e}, more than {allowed:.0e}")
     if not case.logits <= allowed:
         case.wrong.append(f"the logits differ by {case.logits:.1e}, more than {allowed:.0e}")
@@ -119,7 +122,7 @@ def _judge(
 
 
 def _largest(language: HfLanguageModel, prompt: LoweredPrompt, embeds: torch.Tensor) -> float | None:
-    """The largest error of the rows of media."""
+    """The largest relative error in the rows of media; None without media."""
     rows = [
         i for runs in prompt.ranges.values() for start, length in runs for i in range(start, start + length)
     ]

@@ -1,4 +1,4 @@
-"""A model twice: split as workers run it, and whole as transformers has it."""
+"""Loads a model twice: split as workers run it, and whole as transformers has it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mmd_workers.model.language import HfLanguageModel, load_language_model
 from mmd_workers.model.roles import architecture_class
 
 NEW_TOKENS = 12
-CHUNK_TOKENS = 48  # small, so that prompts take several
+CHUNK_TOKENS = 48  # small, so that prompts take several chunks
 BLOCK_TOKENS = 16
 
 
 class Checked:
-    """See the module."""
+    """Both copies of a model, with its adapter, tokenizer and processor."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         folder = source.resolve(spec, weights=True)

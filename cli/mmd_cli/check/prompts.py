@@ -1,4 +1,7 @@
-"""The prompts that both copies of the model get, with generated image, video and sound. Independent of the model."""
+"""Generates the prompts for both copies of the model, with an image, a video and a sound.
+
+Independent of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from mmd_workers.media.medium import Decoded, DecodedAudio, DecodedImage, Decode
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A generated medium: what a gateway knows of it, and its pixels or samples."""
+    """A generated medium: what a gateway knows about it, and its pixels or samples."""
 
     info: MediumInfo
     data: Any
 
     def decoded(self, indices: Sequence[int], num_samples: int) -> Decoded:
-        """As the media sandbox would give it to an encoder."""
+        """The medium as the media sandbox would pass it to an encoder."""
         if self.info.modality == "image":
             return DecodedImage(self.data)
         if self.info.modality == "video":
@@ -62,17 +65,20 @@ def _audio() -> Medium:
 
 
 def prompts(takes: frozenset[Modality], sound_of_videos: bool) -> Iterator[tuple[str, list[Medium]]]:
-    """Name and media of each; all of them ask the same question. `sound_of_videos`: the model takes a video with its own sound."""
+    """Yield the name and the media of each prompt. All prompts ask the same question.
+
+    `sound_of_videos`: the model takes a video with its own sound.
+    """
     image, video, audio = _image(200, 144, 1), _video(), _audio()
     yield "text", []
-    made = {"image": image, "video": video, "audio": audio}
-    there = [medium for modality, medium in made.items() if modality in takes]
-    for medium in there:
+    by_modality = {"image": image, "video": video, "audio": audio}
+    accepted = [medium for modality, medium in by_modality.items() if modality in takes]
+    for medium in accepted:
         yield medium.info.modality, [medium]
     if "image" in takes:
         yield "two images", [image, _image(96, 160, 2)]
-    if len(there) > 1:
-        yield " and ".join(medium.info.modality for medium in there), there
+    if len(accepted) > 1:
+        yield " and ".join(medium.info.modality for medium in accepted), accepted
     if sound_of_videos:
         film = Medium(replace(video.info, has_sound=True), video.data)
         yield "video with its sound", [film, Medium(replace(audio.info, of_video=True), audio.data)]

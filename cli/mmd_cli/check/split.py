@@ -1,4 +1,4 @@
-"""The split model: a prompt with its features in their places, and what the engine generates from it."""
+"""The split model: fills features into a prompt, and generates with the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmd_workers.model.prompt import LoweredPrompt, PromptLayout
 
 
 def lowered(checked: Checked, layout: PromptLayout, media: Sequence[Medium]) -> LoweredPrompt:
-    """The prompt with the features of its media."""
+    """The lowered prompt, filled with the features of its media."""
     prompt = checked.language.lower(layout.token_ids, layout.media)
     for number, (medium, laid) in enumerate(zip(media, layout.media, strict=True)):
         if checked.encoder is None:
@@ -64,16 +64,16 @@ def run(
 
 @contextmanager
 def _logits_of(language: HfLanguageModel) -> Iterator[list[torch.Tensor]]:
-    """Collect what the language model's head gives."""
+    """Collect the logits that the language model's head returns."""
     rows: list[torch.Tensor] = []
     logits = language.logits
 
-    def noting(hidden: torch.Tensor) -> torch.Tensor:
-        made = logits(hidden)
-        rows.append(made.clone().cpu())
-        return made
+    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        output = logits(hidden)
+        rows.append(output.clone().cpu())
+        return output
 
-    language.logits = noting  # type: ignore[method-assign]
+    language.logits = recorded  # type: ignore[method-assign]
     try:
         yield rows
     finally:

@@ -1,4 +1,4 @@
-"""The whole model: inputs from its own processor, and what it generates from them."""
+"""The whole model: prepares inputs with the model's own processor, and generates from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmd_workers.model.prompt import PromptLayout
 def unsplit_inputs(
     checked: Checked, messages: list[dict[str, Any]], media: Sequence[Medium], layout: PromptLayout
 ) -> dict[str, Any]:
-    """Made by the model's own processor, from the same text and media."""
+    """Inputs that the model's own processor makes from the same text and media."""
     if checked.processor is None or not media:
         if checked.processor is None:
             messages = [{**m, "content": "".join(p["text"] for p in m["content"])} for m in messages]
@@ -34,12 +34,12 @@ def unsplit_inputs(
     sounds_of_videos = any(medium.info.of_video for medium in media)
     if sounds_of_videos:
         messages = _without_sounds_of_videos(messages, media)
-    given = _given(checked.adapter.render(checked.processor, messages))
+    arguments = _given(checked.adapter.render(checked.processor, messages))
     if images := [torch.from_numpy(m.data).permute(2, 0, 1) for m in media if m.info.modality == "image"]:
-        given["images"] = [images]
+        arguments["images"] = [images]
     if sounds := [m.data for m in media if m.info.modality == "audio"]:
-        given["audio"] = sounds
-        given["audio_kwargs"] = {"sampling_rate": samples.SAMPLE_RATE_HZ}
+        arguments["audio"] = sounds
+        arguments["audio_kwargs"] = {"sampling_rate": samples.SAMPLE_RATE_HZ}
     videos, metadata = [], []
     for medium, laid in zip(media, layout.media, strict=True):
         if medium.info.modality != "video":
@@ -57,13 +57,13 @@ def unsplit_inputs(
             )
         )
     if videos:
-        given["videos"] = videos
-        given["videos_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
+        arguments["videos"] = videos
+        arguments["videos_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
         if isinstance(checked.processor, OmniModalProcessorMixin):
-            given["videos_kwargs"]["fps"] = metadata[0].sampled_fps
+            arguments["videos_kwargs"]["fps"] = metadata[0].sampled_fps
     if sounds_of_videos:
-        given |= {"load_audio_from_video": True, "audio_from_video_indices": _videos_of_sounds(media)}
-    inputs = checked.adapter.unsplit_inputs(checked.processor, given, layout.media)
+        arguments |= {"load_audio_from_video": True, "audio_from_video_indices": _videos_of_sounds(media)}
+    inputs = checked.adapter.unsplit_inputs(checked.processor, arguments, layout.media)
     if sounds_of_videos:
         inputs["use_audio_in_video"] = True
     return _on(checked, inputs)
@@ -72,16 +72,19 @@ def unsplit_inputs(
 def _without_sounds_of_videos(
     messages: list[dict[str, Any]], media: Sequence[Medium]
 ) -> list[dict[str, Any]]:
-    """Without the parts for which there is no marker."""
-    left = iter(media)
+    """Remove the sounds of videos, for which the prompt has no marker."""
+    remaining = iter(media)
     return [
-        {**m, "content": [p for p in m["content"] if p["type"] == "text" or not next(left).info.of_video]}
+        {
+            **m,
+            "content": [p for p in m["content"] if p["type"] == "text" or not next(remaining).info.of_video],
+        }
         for m in messages
     ]
 
 
 def _videos_of_sounds(media: Sequence[Medium]) -> list[int | None]:
-    """Of each sound the number of the video that it is of; None: of none."""
+    """For each sound, the number of its video; None for a sound without a video."""
     kinds = [medium.info.modality for medium in media]
     return [
         kinds[:number].count("video") - 1 if medium.info.of_video else None
@@ -106,19 +109,19 @@ def _on(checked: Checked, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(checked: Checked, inputs: dict[str, Any]) -> tuple[list[int], torch.Tensor, torch.Tensor | None]:
-    """Greedy tokens, the logits of each step, and what the decoder got in its first one ([tokens, hidden])."""
-    seen: list[torch.Tensor | None] = []
+    """Greedy tokens, the logits of each step, and the decoder's input in the first step ([tokens, hidden])."""
+    decoder_inputs: list[torch.Tensor | None] = []
 
-    def note(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+    def record(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
         embeds = kwargs.get("inputs_embeds")
-        seen.append(None if embeds is None else embeds[0].clone())
+        decoder_inputs.append(None if embeds is None else embeds[0].clone())
 
     if hasattr(checked.whole.base_model, "rope_deltas"):
         checked.whole.base_model.rope_deltas = None
-    hook = checked.whole.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    hook = checked.whole.get_decoder().register_forward_pre_hook(record, with_kwargs=True)
     try:
         with torch.no_grad():
-            made = checked.whole.generate(
+            generated = checked.whole.generate(
                 **inputs,
                 max_new_tokens=NEW_TOKENS,
                 do_sample=False,
@@ -130,5 +133,5 @@ def generate(checked: Checked, inputs: dict[str, Any]) -> tuple[list[int], torch
             )
     finally:
         hook.remove()
-    tokens = made.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    return tokens, torch.cat([row[:1] for row in made.logits]).float().cpu(), seen[0]
+    tokens = generated.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, torch.cat([row[:1] for row in generated.logits]).float().cpu(), decoder_inputs[0]

@@ -1,1 +1,1 @@
-"""One file for each command that a person types: its options, and how its result is printed."""
+"""One module for each command: its options, and how its result is printed."""

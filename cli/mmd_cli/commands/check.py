@@ -1,4 +1,4 @@
-"""`mmd check`: a model as workers split it, compared with the whole model."""
+"""`mmd check`: compares a model, as workers split it, with the whole model."""
 
 from __future__ import annotations
 

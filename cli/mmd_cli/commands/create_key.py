@@ -1,4 +1,7 @@
-"""`mmd create-key`: a new API key, and the entry of `keys.yaml` with its hash. The key is printed and kept nowhere."""
+"""`mmd create-key`: makes an API key, and the entry of `keys.yaml` with its hash.
+
+The key is printed and not stored.
+"""
 
 from __future__ import annotations
 

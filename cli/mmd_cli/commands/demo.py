@@ -1,4 +1,4 @@
-"""`mmd demo`: a pipeline on this machine, asked about an image, a video and a sound."""
+"""`mmd demo`: runs a pipeline on this machine and asks it about an image, a video and a sound."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`mmd explain`: why the pools of a deployment on a cluster have the sizes they have.
+"""`mmd explain`: explains the sizes of a deployment's pools on a cluster.
 
-The Kubernetes client is imported only when it runs.
+The Kubernetes client is imported only when the command runs.
 """
 
 from __future__ import annotations

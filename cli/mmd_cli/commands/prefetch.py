@@ -1,4 +1,6 @@
-"""`mmd prefetch`: the weights of a deployment in this machine's cache, from which `mmd up` and `mmd plan-memory` then take them."""
+"""`mmd prefetch`: downloads a deployment's weights to this machine's cache, where `mmd up` and
+`mmd plan-memory` find them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from mmd_cli.errors import CommandError
 if TYPE_CHECKING:
     from mmd_workers.weights.progress import DownloadProgress
 
-DRAWN_SECONDS = 0.25
+REDRAW_SECONDS = 0.25
 
 
 def prefetch(
@@ -37,25 +39,25 @@ def prefetch(
     from mmd_workers.weights.progress import DownloadProgress
 
     try:
-        wanted = downloads_of(runner.load(file).spec)
+        downloads = downloads_of(runner.load(file).spec)
     except InvalidDeploymentError as error:
         fail_with_faults({str(file): error})
-    if not wanted:
+    if not downloads:
         console.print("nothing to download: the model is a path or built in")
         return
     progress = DownloadProgress()
     with _drawn(progress):
         try:
-            download(wanted, cache.root(), progress)
+            download(downloads, cache.root(), progress)
         except WeightsError as error:
             raise fail(CommandError(error.message)) from error
-    for one in wanted:
-        console.print(f"{one.url}: {cache.root() / one.folder}", highlight=False, soft_wrap=True)
+    for entry in downloads:
+        console.print(f"{entry.url}: {cache.root() / entry.folder}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def _drawn(progress: DownloadProgress) -> Iterator[None]:
-    """Draw how far a download is, until it ends."""
+    """Draw the progress of a download until it ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("looking up", total=None)
@@ -68,7 +70,7 @@ def _drawn(progress: DownloadProgress) -> Iterator[None]:
             )
 
         def follow() -> None:
-            while not ended.wait(DRAWN_SECONDS):
+            while not ended.wait(REDRAW_SECONDS):
                 draw()
 
         follower = threading.Thread(target=follow, name="progress", daemon=True)

@@ -1,4 +1,7 @@
-"""`mmd render`: the objects that the operator would apply. Importing this needs no cluster and no kopf."""
+"""`mmd render`: prints the objects that the operator would apply.
+
+Importing this needs no cluster and no kopf.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def render(
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """YAML without anchors, and with text of several lines as a block."""
+    """Writes YAML without anchors, and text of several lines as a block."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -52,5 +55,5 @@ _PlainDumper.add_representer(str, _text)
 
 
 def to_yaml(objects: list[dict[str, object]]) -> str:
-    """Objects as one YAML stream, keys in the order the builders gave them."""
+    """Objects as one YAML stream, with keys in the order of the builders."""
     return yaml.dump_all(objects, Dumper=_PlainDumper, sort_keys=False, explicit_start=True, width=10_000)

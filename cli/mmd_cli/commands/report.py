@@ -1,4 +1,4 @@
-"""`mmd report`: how well a deployment met its SLO, as one HTML page."""
+"""`mmd report`: shows how well a deployment met its SLO, as one HTML page."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def report(
             now = time.time()
             window = TimeWindow(namespace, chosen, now - 3600 * hours, now)
             local = deployment is None
-            made = slo_report.from_prometheus(
+            page = slo_report.from_prometheus(
                 Prometheus(prometheus), window, state.decisions_of(None, name) if local else {}
             )
         else:
-            title, asked = state.watched(urls, name)
-            seen = gateways.look(asked, requests=True)
-            made = slo_report.from_gateways(title, seen, state.decisions_of(urls, name))
+            title, admin_urls = state.watched(urls, name)
+            snapshot = gateways.look(admin_urls, requests=True)
+            page = slo_report.from_gateways(title, snapshot, state.decisions_of(urls, name))
     except CommandError as error:
         raise fail(error) from error
-    output.write_text(made.html())
+    output.write_text(page.html())
     if as_json:
-        sys.stdout.write(json.dumps({"figures": made.figures, "notes": made.notes}, indent=1) + "\n")
+        sys.stdout.write(json.dumps({"figures": page.figures, "notes": page.notes}, indent=1) + "\n")
         return
-    for title, value in made.figures.items():
+    for title, value in page.figures.items():
         console.print(f"{title}: [bold]{value}[/bold]", highlight=False)
-    for note in made.notes:
+    for note in page.notes:
         console.print(note, highlight=False, soft_wrap=True)
     console.print(f"report: {output.resolve()}", highlight=False, soft_wrap=True)

@@ -1,4 +1,5 @@
-"""`mmd rollout`: the rollouts of a deployment on a cluster, as `kubectl rollout` has them for Deployments.
+"""`mmd rollout`: shows and controls the rollouts of a deployment on a cluster, as `kubectl rollout` does for
+Deployments.
 
 The Kubernetes client is imported only when a command runs.
 """

@@ -1,4 +1,4 @@
-"""`mmd simulate`: what the autoscaler would do with a trace, before anybody pays for it."""
+"""`mmd simulate`: shows what the autoscaler would do with a trace, before anybody pays for it."""
 
 from __future__ import annotations
 
@@ -138,11 +138,11 @@ def simulate(
 
 
 def _autoscaling(spec: MultimodalDeploymentSpec) -> dict[str, object]:
-    """The autoscaling sections of a spec, as they stand in a file."""
-    whole = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    """The autoscaling sections of a spec, as a file has them."""
+    dumped = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     return {
         pool: part["autoscaling"]
-        for pool, part in whole.items()
+        for pool, part in dumped.items()
         if isinstance(part, dict) and "autoscaling" in part
     }
 

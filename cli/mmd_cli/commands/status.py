@@ -1,4 +1,4 @@
-"""`mmd status`: the pods of the deployment running on this machine."""
+"""`mmd status`: shows the pods of the deployment running on this machine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def status(
 
 
 def _access(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Who may use the gateways, in the words of those that answer."""
+    """Yield who may use the gateways, as reported by those that answer."""
     for facts in pods:
         auth = facts.get("auth")
         if auth is None:
@@ -102,7 +102,7 @@ def _access(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _quality(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Gateways that send less of each medium, because of load."""
+    """Yield the gateways that reduce media because of load."""
     for facts in pods:
         if tier := facts.get("media_tier"):
             yield (
@@ -112,7 +112,7 @@ def _quality(pods: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _measured(load: Mapping[str, Any]) -> str:
-    """What the pod has found that it does in a second, by kind of work."""
+    """The pod's measured throughput per second, by kind of work."""
     rates = [f"{rate:,.0f} {kind}/s" for kind, rate in load.get("encode_work_per_second", {}).items()]
     tokens = load.get("prefill_tokens_per_second", 0.0)
     return ", ".join([*rates, *([f"{tokens:,.0f} tokens/s"] if tokens else [])])

@@ -1,4 +1,4 @@
-"""`mmd top`: pools, queues, KV and decisions of a running deployment, live."""
+"""`mmd top`: shows pools, queues, KV and decisions of a running deployment, live."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def top(
 ) -> None:
     """Show pools, queues, KV and decisions, live, until Ctrl-C."""
     try:
-        title, asked = state.watched(urls, name)
-        before = gateways.look(asked)
+        title, admin_urls = state.watched(urls, name)
+        before = gateways.look(admin_urls)
         time.sleep(seconds)
-        now = gateways.look(asked)
-        seen = view.facts(now, before, state.decisions_of(urls, name))
+        now = gateways.look(admin_urls)
+        facts = view.facts(now, before, state.decisions_of(urls, name))
         if as_json:
-            sys.stdout.write(json.dumps(seen, indent=1) + "\n")
+            sys.stdout.write(json.dumps(facts, indent=1) + "\n")
         elif once or not console.is_terminal:
-            console.print(view.rendered(title, seen))
+            console.print(view.rendered(title, facts))
         else:
-            with Live(view.rendered(title, seen), console=console, screen=True, auto_refresh=False) as live:
+            with Live(view.rendered(title, facts), console=console, screen=True, auto_refresh=False) as live:
                 while True:
                     time.sleep(seconds)
-                    before, now = now, gateways.look(asked)
+                    before, now = now, gateways.look(admin_urls)
                     live.update(
                         view.rendered(title, view.facts(now, before, state.decisions_of(urls, name))),
                         refresh=True,

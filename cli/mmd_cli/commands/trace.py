@@ -1,4 +1,4 @@
-"""`mmd trace`: the timeline of a recent request."""
+"""`mmd trace`: shows the timeline of a recent request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def trace(
     from mmd_cli import client as gateway_client
 
     try:
-        _, asked = state.watched(urls, name)
-        timeline = gateway_client.timeline(asked, request)
+        _, admin_urls = state.watched(urls, name)
+        timeline = gateway_client.timeline(admin_urls, request)
     except CommandError as error:
         raise fail(error) from error
     if as_json:
@@ -38,21 +38,21 @@ def trace(
     begin, width = float(timeline["arrived"]), 40
     last = max([timeline["last_token"], *(phase["end"] for phase in timeline["phases"])])
     span = max(float(timeline["finished"] or last) - begin, 1e-6)
-    now_in = timeline.get("phase")  # a gateway from before there was such a thing reports none
+    now_in = timeline.get("phase")  # older gateways do not report it
     where = f"in {now_in.replace('_', ' ')}" if now_in else timeline["code"]
     title = f"{timeline['request_id']}  {where}  trace {timeline['trace_id']}"
     table = Table(title=title, title_justify="left")
     for heading in ("phase", "pod", "from ms", "ms", "when", "what"):
         table.add_column(heading, justify="right" if heading.endswith("ms") else "left")
     for phase in sorted(timeline["phases"], key=lambda item: item["start"]):
-        left = min(width - 1, max(0, int(width * (phase["start"] - begin) / span)))
-        length = max(1, min(width - left, round(width * (phase["end"] - phase["start"]) / span)))
+        indent = min(width - 1, max(0, int(width * (phase["start"] - begin) / span)))
+        length = max(1, min(width - indent, round(width * (phase["end"] - phase["start"]) / span)))
         table.add_row(
             phase["name"].replace("_", " "),
             phase.get("pod", ""),
             f"{1000 * (phase['start'] - begin):.1f}",
             f"{1000 * (phase['end'] - phase['start']):.1f}",
-            " " * left + "█" * length,
+            " " * indent + "█" * length,
             Text(
                 printable(
                     ", ".join(
@@ -73,14 +73,14 @@ def trace(
                 highlight=False,
                 markup=False,
             )
-    if timeline.get("degraded_by"):  # of gateways from before there was such a thing, none
+    if timeline.get("degraded_by"):  # older gateways do not report it
         console.print(f"the model got less of the media because of: {', '.join(timeline['degraded_by'])}")
     if timeline["error"]:
         console.print(printable(timeline["error"]), highlight=False, markup=False, soft_wrap=True)
 
 
 def _estimate(attempt: dict[str, Any]) -> str:
-    """What the router estimated of an attempt, and what it took."""
+    """The router's estimate for an attempt, and the time it took."""
     seconds = dict(attempt["estimated"])
     ttft = seconds.pop("ttft")
     terms = ", ".join(f"{term} {1000 * value:.1f}" for term, value in seconds.items())

@@ -1,4 +1,4 @@
-"""`mmd up`: a whole deployment as processes on this machine, until Ctrl-C."""
+"""`mmd up`: runs a whole deployment as processes on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def up(
 
 
 class StartProgress:
-    """Pods coming up as a live table on a terminal, as lines elsewhere; afterwards prefixed log lines."""
+    """Shows starting pods as a live table on a terminal, as lines elsewhere.
+
+    Afterwards it prints prefixed log lines.
+    """
 
     def __init__(self, quiet_logs: bool = False) -> None:
         self._quiet = quiet_logs
@@ -91,13 +94,13 @@ class StartProgress:
         self.stop()
 
     def stop(self) -> None:
-        """No more progress to show."""
+        """End the live table."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def show(self, pods: list[Any]) -> None:
-        """Show how far the pods are."""
+        """Show how far the pods have come."""
         if self._live is not None:
             table = Table.grid(padding=(0, 2))
             for item in pods:
@@ -113,7 +116,7 @@ class StartProgress:
                 console.print(f"{item.pod.name}: {item.state} ({item.seconds:.1f} s)", highlight=False)
 
     def log(self, pod: str, line: str) -> None:
-        """A line that a pod printed."""
+        """Print a line that a pod has printed."""
         if not self._quiet or re.search(r"\b(ERROR|CRITICAL|Traceback)\b", line) or EXITED in line:
             console.print(f"[dim]{pod}[/dim] ", end="", highlight=False)
             console.print(printable(line, keep="\t"), highlight=False, markup=False, soft_wrap=True)

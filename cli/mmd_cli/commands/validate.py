@@ -1,5 +1,6 @@
-"""`mmd validate`: what is wrong with deployment files. Needs nothing but the resource's own package; where vLLM is installed, it checks
-what is meant for vLLM.
+"""`mmd validate`: reports what is wrong with deployment files.
+
+Needs nothing but the resource's own package. Where vLLM is installed, it also checks settings for vLLM.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def validate(
     for file in files:
         try:
             deployments = load_all(file)
-            here = [located(one, Path(file).parent) for one in deployments]
-            if faults := [f for one in here for f in engine_faults(one.spec.engine)]:
+            on_this_machine = [located(deployment, Path(file).parent) for deployment in deployments]
+            if faults := [f for local in on_this_machine for f in engine_faults(local.spec.engine)]:
                 raise InvalidDeploymentError(faults)
         except InvalidDeploymentError as error:
             errors[file] = error
@@ -50,7 +51,7 @@ def validate(
                 for fault in faults:
                     typer.echo(f"{file}: {fault}")
     if as_json:
-        found = [
+        results = [
             {
                 "file": file,
                 "valid": file not in errors,
@@ -60,7 +61,7 @@ def validate(
             }
             for file in files
         ]
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(results, indent=1))
         raise typer.Exit(1 if errors else 0)
     if errors:
         fail_with_faults(errors)

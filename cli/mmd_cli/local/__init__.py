@@ -1,1 +1,4 @@
-"""A whole deployment as processes on this machine: planned by the operator, run by the workers, without Kubernetes."""
+"""Runs a whole deployment as processes on this machine, without Kubernetes.
+
+The operator plans it, and the workers run it.
+"""

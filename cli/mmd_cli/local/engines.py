@@ -1,4 +1,7 @@
-"""Which interpreter runs the pods of a deployment on this machine: vLLM has an environment of its own, whose pins differ from ours."""
+"""Selects the interpreter that runs the pods of a deployment on this machine.
+
+vLLM has an environment of its own, whose pins differ from ours.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ class EngineMissingError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python, what its libraries read from the environment when they are loaded, and what its processes import besides the workers."""
+    """A Python interpreter.
+
+    `environment`: variables that its libraries read when they are loaded. `imported`: modules that its
+    processes import besides the workers.
+    """
 
     python: str = sys.executable
     environment: dict[str, str] = field(default_factory=dict)
@@ -43,7 +50,7 @@ def interpreter_for(engine: EngineSpec) -> Interpreter:
     """
     if engine.type == "Native":
         return Interpreter()
-    if (found := importlib.util.find_spec("vllm")) is not None and found.origin is not None:
+    if (vllm_spec := importlib.util.find_spec("vllm")) is not None and vllm_spec.origin is not None:
         return Interpreter(environment=ENVIRONMENT, imported=VLLM_IMPORTED)
     folder = Path(os.environ.get(VLLM_ENVIRONMENT, DEFAULT_FOLDER)).absolute()
     if not (folder / ".installed").exists():
@@ -56,9 +63,10 @@ def interpreter_for(engine: EngineSpec) -> Interpreter:
 
 
 def engine_faults(engine: EngineSpec) -> list[Fault]:
-    """What the installed engine refuses of its settings. Nothing where it is not installed: then its pods check them at their start.
+    """Return the settings that the installed engine refuses.
 
-    Takes the seconds that vLLM takes to be imported, and none where only the operator's rules apply.
+    Empty if it is not installed: its pods then check the settings at their start. Takes as long as importing
+    vLLM, and no time where only the operator's rules apply.
 
     Raises:
         EngineMissingError: it is installed, but cannot be run.
@@ -67,14 +75,14 @@ def engine_faults(engine: EngineSpec) -> list[Fault]:
     if not engine.adapters and not any(pool.quantization is not None or pool.extra_args for pool in pools):
         return []
     try:
-        found = interpreter_for(engine)
+        interpreter = interpreter_for(engine)
     except EngineMissingError:
         return []
     try:
-        done = subprocess.run(  # noqa: S603 -- our own interpreter and module
-            [found.python, "-m", CHECK],
+        checked = subprocess.run(  # noqa: S603 -- our own interpreter and module
+            [interpreter.python, "-m", CHECK],
             input=engine.model_dump_json(by_alias=True),
-            env={**os.environ, **found.environment},
+            env={**os.environ, **interpreter.environment},
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
@@ -83,7 +91,7 @@ def engine_faults(engine: EngineSpec) -> list[Fault]:
     except (subprocess.SubprocessError, OSError) as error:
         last = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["no output"])[-1]
         raise EngineMissingError(
-            f"{found.python} cannot check spec.engine with vLLM: {last}; run `make vllm` again"
+            f"{interpreter.python} cannot check spec.engine with vLLM: {last}; run `make vllm` again"
         ) from error
-    faults: list[str] = json.loads(done.stdout.splitlines()[-1])
+    faults: list[str] = json.loads(checked.stdout.splitlines()[-1])
     return [Fault(*fault.split(": ", 1)) for fault in faults]

@@ -1,4 +1,7 @@
-"""`mmd up` follows its file: settings that may change at runtime reach the processes as on a cluster, through the files they read."""
+"""Makes `mmd up` follow its file.
+
+Settings that may change at runtime reach the processes as on a cluster, through the files they read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ SHOWN_FIELDS = 8
 
 
 class FileFollower:
-    """Brings changes of the resource's file to the processes that run from it, until it is cancelled."""
+    """Applies changes of the resource's file to the processes that run from it, until it is cancelled."""
 
     def __init__(
         self,
@@ -29,21 +32,21 @@ class FileFollower:
         directory: Path,
         log_line: Callable[[str, str], None],
     ) -> None:
-        """`directory`: where the processes' configuration files are; see `local_pods`."""
+        """`directory`: folder of the processes' configuration files; see `local_pods`."""
         self._file, self._load, self._namespace, self._directory = file, load, namespace, directory
         self._started_with, self._log_line = running, log_line
-        self._seen = _text(file)
+        self._last_text = _text(file)
 
     async def run(self) -> None:
         """Follow the file until cancelled."""
         await repeat("file follower", CHECK_SECONDS, lambda: asyncio.to_thread(self.check))
 
     def check(self) -> None:
-        """Take the file's content if it is new and valid. An invalid one changes nothing."""
+        """Apply the file's content if it is new and valid. Invalid content changes nothing."""
         text = _text(self._file)
-        if text is None or text == self._seen:
+        if text is None or text == self._last_text:
             return
-        self._seen = text
+        self._last_text = text
         try:
             fresh = self._load(self._file)
             objects = plan_objects(fresh, self._namespace)
@@ -57,7 +60,7 @@ class FileFollower:
             return
         changed = changed_paths(self._started_with.spec, fresh.spec)
         later = [p for p in changed if not effect_of(p).live or effect_of(p).start]
-        write_config_maps(objects, self._directory)  # one of another pipeline revision has no reader
+        write_config_maps(objects, self._directory)  # files of another pipeline revision have no reader
         if later:
             more = f" and {len(later) - SHOWN_FIELDS} more" if len(later) > SHOWN_FIELDS else ""
             fields = ", ".join(f"spec.{path}" for path in later[:SHOWN_FIELDS])
@@ -68,4 +71,4 @@ def _text(file: Path) -> str | None:
     try:
         return file.read_text(errors="replace")
     except OSError:
-        return None  # an editor replaces it
+        return None  # an editor is replacing it

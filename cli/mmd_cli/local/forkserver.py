@@ -1,9 +1,10 @@
-"""Processes forked from one that has imported everything already: a pod starts in a tenth of a second, not in five.
+"""Forks processes from one that has already imported everything: a pod starts in 0.1 s instead of 5 s.
 
-Importing torch and transformers is most of a worker's start, and the same each time; a machine that runs a whole deployment would do it for
-every pod and every restart. `ForkServer` is the side of `mmd up`; `python -m mmd_cli.local.forkserver` is the process that forks. Orders
-reach it through its standard input, each with the file descriptor for the new process's output; their results are reported on its
-standard output, a line of JSON each.
+Importing torch and transformers is most of a worker's start, and the same each time; a machine that runs a
+whole deployment would do it for every pod and every restart. `ForkServer` is the side of `mmd up`;
+`python -m mmd_cli.local.forkserver` is the process that forks. Orders reach it through its standard input,
+each with the file descriptor for the new process's output. It reports their results on its standard output,
+one line of JSON each.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ from mmd_workers.wire.server import die_with_parent
 PROGRAM = "mmd"
 IMPORTED = ("mmd_workers.worker", "mmd_workers.gateway.process.gateway_process", "torch._dynamo")
 FORKS_PROGRAMS = sys.platform == "linux"
-"""Elsewhere libraries' threads do not outlive a fork: there a pod is a new interpreter."""
+"""Whether programs are forked.
+
+Elsewhere libraries' threads do not survive a fork, so a pod is a new interpreter.
+"""
 MAX_ORDER_BYTES = 131_072
 MAX_REASON_CHARACTERS = 1000
-LAST_WORDS_SECONDS = 5.0  # what it has forked may still hold its standard error
+LAST_WORDS_SECONDS = 5.0  # forked processes may still hold the server's standard error
 IDLE_NICE = 20
-"""One more than the nicest of Linux: a process that runs only where no other would."""
+"""One more than the highest niceness of Linux: such a process runs only where no other would."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a new process is to become; `nice`: 0 to `IDLE_NICE`."""
+    """A request for a new process. `nice`: 0 to `IDLE_NICE`."""
 
     number: int
     command: list[str]
@@ -49,7 +53,7 @@ class Order:
 
 @dataclass(slots=True)
 class ForkedProcess:
-    """A process in a separate group, that Ctrl-C does not reach; what it prints, on either output, comes in `output`."""
+    """A process in its own group, which Ctrl-C does not reach. Everything it prints arrives in `output`."""
 
     pid: int
     output: asyncio.StreamReader
@@ -63,10 +67,11 @@ class ForkedProcess:
 
 @dataclass(slots=True)
 class ForkServer:
-    """Starts processes; is itself started with the first, and ends with the thread that did so. All of them end with it.
+    """Starts processes. The server starts with the first one, and ends with the thread that started it.
 
-    `environment`: what libraries may read while they are imported; a process's own variables are set after that. `python`: the
-    interpreter, and so the environment, of all of them; empty: this one's. `imported`: what they have besides `IMPORTED`.
+    All processes end with the server. `environment`: variables that libraries may read while they are
+    imported; a process's own variables are set after that. `python`: the interpreter, and so the environment,
+    of all processes; empty: the current one. `imported`: modules that they have besides `IMPORTED`.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +79,7 @@ class ForkServer:
     imported: Sequence[str] = ()
     _orders: socket.socket | None = None
     _listening: asyncio.Task[None] | None = None
-    _begun: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    _pids: dict[int, asyncio.Future[int]] = field(default_factory=dict)
     _ended: dict[int, asyncio.Future[int]] = field(default_factory=dict)
     _number: int = 0
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -82,7 +87,7 @@ class ForkServer:
     async def start(
         self, command: Sequence[str], environment: Mapping[str, str], nice: int, max_line_bytes: int
     ) -> ForkedProcess:
-        """Run a command; `mmd` is this installation's, whether or not its folder is on the PATH.
+        """Run a command. `mmd` is this installation's, whether or not its folder is on the PATH.
 
         Raises:
             PeerLostError: it could not be started; the message has the reason.
@@ -95,7 +100,7 @@ class ForkServer:
         orders = self._orders
         self._number += 1
         order = Order(self._number, list(command), dict(environment), nice)
-        begun = self._begun[order.number] = loop.create_future()
+        started = self._pids[order.number] = loop.create_future()
         ended = self._ended[order.number] = loop.create_future()
         output = asyncio.StreamReader(limit=max_line_bytes)
         read, write = os.pipe()
@@ -105,28 +110,29 @@ class ForkServer:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the server has ended: `_listen` reports its exit status to all waiters
         except OSError as error:
-            del self._begun[order.number], self._ended[order.number]
+            del self._pids[order.number], self._ended[order.number]
             raise PeerLostError(f"the fork server does not accept commands ({error})") from error
         finally:
             os.close(write)
-        return ForkedProcess(await begun, output, ended)
+        return ForkedProcess(await started, output, ended)
 
     async def close(self) -> None:
-        """End the server and whatever it started that still runs."""
+        """End the server and all its processes that still run."""
         if self._orders is not None and self._listening is not None:
             self._orders.close()
             await self._listening
 
     async def _start_server(self) -> None:
-        orders, its = socket.socketpair()
+        orders, server_end = socket.socketpair()
         orders.setblocking(False)
-        with its, contextlib.ExitStack() as unless_started:
-            unless_started.callback(orders.close)  # a server that starts nevertheless ends with its orders
+        with server_end, contextlib.ExitStack() as unless_started:
+            # A server that starts nevertheless ends when its orders end.
+            unless_started.callback(orders.close)
             try:
                 server = await asyncio.create_subprocess_exec(
                     *(self.python or sys.executable, "-m", __name__, *self.imported),
                     env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
-                    stdin=its.fileno(),
+                    stdin=server_end.fileno(),
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     process_group=0,
@@ -138,54 +144,57 @@ class ForkServer:
         self._orders = orders
         self._listening = asyncio.create_task(self._listen(server), name="fork-server")
 
-    async def _show_errors(self, stderr: asyncio.StreamReader, said: list[str]) -> None:
-        """Pass on what the server says until it ends; the end of it stays in `said`, with the reason where it could not start."""
+    async def _show_errors(self, stderr: asyncio.StreamReader, tail: list[str]) -> None:
+        """Pass on the server's standard error until it ends.
+
+        Its last characters stay in `tail`, with the reason if the server could not start.
+        """
         while piece := await stderr.read(MAX_ORDER_BYTES):
             text = piece.decode(errors="replace")
             sys.stderr.write(text)
-            said[:] = ["".join((*said, text))[-MAX_REASON_CHARACTERS:]]
+            tail[:] = ["".join((*tail, text))[-MAX_REASON_CHARACTERS:]]
 
     async def _listen(self, server: asyncio.subprocess.Process) -> None:
         assert server.stdout is not None
         assert server.stderr is not None
-        said: list[str] = []
-        showing = asyncio.create_task(self._show_errors(server.stderr, said))
+        tail: list[str] = []
+        showing = asyncio.create_task(self._show_errors(server.stderr, tail))
         while line := await server.stdout.readline():
             reply = json.loads(line)
-            begun, ended = self._begun.pop(reply["number"], None), self._ended[reply["number"]]
+            started, ended = self._pids.pop(reply["number"], None), self._ended[reply["number"]]
             if "pid" not in reply:
                 del self._ended[reply["number"]]
                 if not ended.done():
                     ended.set_result(reply["status"])
-                if begun is not None and not begun.done():
-                    begun.set_exception(PeerLostError(f"no process: {reply['why']}"))
-            elif begun is not None and begun.cancelled():  # no longer awaited
+                if started is not None and not started.done():
+                    started.set_exception(PeerLostError(f"no process: {reply['why']}"))
+            elif started is not None and started.cancelled():  # nobody awaits it any more
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(reply["pid"], signal.SIGKILL)
-            elif begun is not None:
-                begun.set_result(reply["pid"])
+            elif started is not None:
+                started.set_result(reply["pid"])
         status = await server.wait()
-        await asyncio.wait(
-            {showing}, timeout=LAST_WORDS_SECONDS
-        )  # orders that come meanwhile fail as those before
+        # Orders that come meanwhile fail like the earlier ones.
+        await asyncio.wait({showing}, timeout=LAST_WORDS_SECONDS)
         self._orders = None
         showing.cancel()
-        reason = "".join(said).rstrip().rpartition("\n")[2] or "it said nothing"
-        for begun in self._begun.values():
-            if not begun.done():
-                begun.set_exception(PeerLostError(f"the fork server exited with status {status}: {reason}"))
+        reason = "".join(tail).rstrip().rpartition("\n")[2] or "it said nothing"
+        for started in self._pids.values():
+            if not started.done():
+                started.set_exception(PeerLostError(f"the fork server exited with status {status}: {reason}"))
         for ended in self._ended.values():
             if not ended.done():
                 ended.set_result(-signal.SIGKILL)
-        self._begun.clear()
+        self._pids.clear()
         self._ended.clear()
 
 
 @dataclass(slots=True)
 class ForkServers:
-    """Fork servers by environment and interpreter: processes share one if libraries could read the same while they are imported.
+    """Fork servers by environment and interpreter.
 
-    All calls must come from one event loop.
+    Processes share a server if libraries could read the same variables while they are imported. All calls
+    must come from one event loop.
     """
 
     _servers: dict[tuple[str, tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = field(
@@ -193,17 +202,17 @@ class ForkServers:
     )
 
     def server(self, environment: Mapping[str, str], python: str, imported: Sequence[str]) -> ForkServer:
-        """The one for such processes, which starts with the first of them."""
+        """The server for such processes, which starts with the first of them."""
         key = (python, tuple(imported), frozenset(environment.items()))
         return self._servers.setdefault(key, ForkServer(dict(environment), python, imported))
 
     async def close(self) -> None:
-        """End the servers and whatever they started that still runs."""
+        """End the servers and all their processes that still run."""
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
 
 def serve() -> Order | None:
-    """Fork on order. Returns in each new process, with what it is to become; and in this one, with None, when orders end."""
+    """Fork on order. Returns the order in each new process, and None in this one when orders end."""
     begin, woken = socket.socketpair()
     woken.setblocking(False)
     signal.set_wakeup_fd(woken.fileno())
@@ -219,7 +228,7 @@ def serve() -> Order | None:
                     begin.recv(4096)
                     _reap(children)
                     continue
-                # one order at a time: a descriptor that comes with it ends what one call receives
+                # One order at a time: a call receives no more than the order that its descriptor belongs to.
                 text, descriptors, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
                 if not text:
                     return None
@@ -249,11 +258,11 @@ def _reap(children: dict[int, int]) -> None:
 
 
 def _leave_the_server(order: Order, output: int) -> None:
-    """In the new process: drop all state of the server but what it imported."""
+    """Drop all state of the server in the new process, except its imports."""
     die_with_parent()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Not a session: Linux may give each session an equal share of the cores, whatever is nice in it.
+    # Not a session: Linux may give each session an equal share of the cores, whatever the niceness in it.
     os.setpgid(0, 0)
     if sys.platform == "linux" and order.nice == IDLE_NICE:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -261,8 +270,8 @@ def _leave_the_server(order: Order, output: int) -> None:
         os.nice(order.nice)
     _reply(number=order.number, pid=os.getpid())
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for own, standard in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(own, standard)
+    for source, standard in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, standard)
     os.close(nothing)
     os.close(output)
     os.environ.update(order.environment)
@@ -273,16 +282,17 @@ def _reply(**words: object) -> None:
 
 
 def main() -> None:
-    """Import, then fork; a forked process becomes its command here."""
+    """Import, then fork. A forked process becomes its command here."""
     if FORKS_PROGRAMS:
-        # a look at the GPUs that leaves CUDA for after the fork
+        # Look for GPUs without CUDA, which must be initialized after the fork.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         with frozen_imports():
             from mmd_workers.process.identity import code_fingerprint
 
             for name in (*IMPORTED, *sys.argv[1:]):
                 importlib.import_module(name)
-            code_fingerprint()  # of what was imported: files that change later are not what forked processes run
+            # Taken from the imported code: forked processes do not run files that change later.
+            code_fingerprint()
     order = serve()
     if order is None:
         return

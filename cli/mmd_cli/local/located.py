@@ -1,4 +1,4 @@
-"""Where the relative paths of a deployment's file are."""
+"""Resolves the relative paths of a deployment's file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmd_api.spec.adapters import ModelOrAdapter
 
 
 def located(deployment: MultimodalDeployment, folder: Path) -> MultimodalDeployment:
-    """The resource with relative paths of the model and of adapters taken from `folder`.
+    """The resource with relative paths of the model and of adapters resolved in `folder`.
 
     Raises:
         InvalidDeploymentError: a path has characters that ids cannot have.
@@ -30,7 +30,9 @@ def located(deployment: MultimodalDeployment, folder: Path) -> MultimodalDeploym
             problem = f"{path!r} has characters that an id cannot have; move it to a path of letters, digits, '.', '_' and '-'"
             raise InvalidDeploymentError([Fault(f"{field}.id", problem)]) from error
 
-    adapters = [absolute(one, f"spec.engine.adapters[{one.name}]") for one in spec.engine.adapters]
+    adapters = [
+        absolute(adapter, f"spec.engine.adapters[{adapter.name}]") for adapter in spec.engine.adapters
+    ]
     engine = spec.engine.model_copy(update={"adapters": adapters})
     spec = spec.model_copy(update={"model": absolute(spec.model, "spec.model"), "engine": engine})
     return deployment.model_copy(update={"spec": spec})

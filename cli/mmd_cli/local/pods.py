@@ -1,4 +1,4 @@
-"""What a rendered pod means on this machine: the same command and environment, with files and ports where they can be here.
+"""Translates a rendered pod to a local process: the same command and environment, with local files and ports.
 
 Reads the very objects that the operator would apply; independent of how they were planned.
 """
@@ -26,8 +26,8 @@ from mmd_operator.resources.pods import FEATURES_VOLUME
 LOOPBACK = "127.0.0.1"
 _FREE_PORTS = range(15_000, 29_000)
 _GIVEN: deque[socket.socket] = deque(maxlen=1000)
-"""Claims on the ports that this process was given last."""
-NICE_STEP = 1.25  # Linux: a process of nice n weighs this much more than one of n + 1
+"""Claims on the last ports that this process was given."""
+NICE_STEP = 1.25  # Linux: weight of a process with nice n, relative to one with n + 1
 COMPONENT_LABEL = "app.kubernetes.io/component"
 
 
@@ -37,7 +37,10 @@ class RenderError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class LocalSecrets:
-    """What stands here for the user's own Secrets, which gateways follow. `keys`: the file of API keys; `tls`: the folder with the certificate and its key."""
+    """Local files in place of the user's own Secrets. Gateways follow them.
+
+    `keys`: the file of API keys. `tls`: the folder with the certificate and its key.
+    """
 
     keys: Path | None = None
     tls: Path | None = None
@@ -60,17 +63,17 @@ class LocalPod:
     http_port: int
     grace_seconds: float
     nice: int = 0
-    admin_port: int = 0  # 0: the same
+    admin_port: int = 0  # 0: the same as http_port
 
     @property
     def http_url(self) -> str:
-        """Where clients reach it."""
+        """URL for clients."""
         scheme = "https" if env.TLS_FOLDER in self.environment else "http"
         return f"{scheme}://{LOOPBACK}:{self.http_port}"
 
     @property
     def admin_url(self) -> str:
-        """Where its metrics and state are, and probes reach it; a worker has one port for everything."""
+        """URL for metrics, state and probes. A worker has one port for everything."""
         return f"http://{LOOPBACK}:{self.admin_port or self.http_port}"
 
 
@@ -84,12 +87,15 @@ def local_pods(
     admin_port: int = 0,
     secrets: LocalSecrets = NO_SECRETS,
 ) -> list[LocalPod]:
-    """Every pod of Deployments and StatefulSets but the message bus, which the local runner brings itself.
+    """Every pod of Deployments and StatefulSets except the message bus, which the local runner brings itself.
 
-    `gateway_port`, `admin_port`: of the first gateway; 0: a free one. Secrets that the operator makes hold their values in `stringData`. ConfigMaps are written below `directory`; container paths that they are mounted at are replaced in the environment.
+    `gateway_port`, `admin_port`: ports of the first gateway; 0 picks a free one. Secrets that the operator
+    makes have their values in `stringData`. ConfigMaps are written below `directory`; the container paths
+    where they are mounted are replaced in the environment.
 
     Raises:
-        RenderError: an object refers to what does not exist here (a Secret's value that is not in our own environment, say).
+        RenderError: an object refers to something that does not exist here, such as a value of a Secret that
+            is not in our own environment.
     """
     write_config_maps(objects, directory)
     write_logins(objects, directory)
@@ -102,8 +108,8 @@ def local_pods(
             continue
         for ordinal in range(workload["spec"].get("replicas", 1)):
             name = f"{workload['metadata']['name']}-{ordinal}"
-            wanted = (gateway_port, admin_port) if component == "gateway" and ordinal == 0 else (0, 0)
-            ports = (wanted[0] or free_port(), wanted[1] or free_port())
+            chosen_ports = (gateway_port, admin_port) if component == "gateway" and ordinal == 0 else (0, 0)
+            ports = (chosen_ports[0] or free_port(), chosen_ports[1] or free_port())
             pods.append(
                 _local_pod(
                     objects, workload, name, ports, directory, nats_url, threads, memory_fraction, secrets
@@ -121,7 +127,7 @@ def pool_pod(
     threads: int,
     memory_fraction: float,
 ) -> LocalPod:
-    """One more pod of a pool: what its StatefulSet would make."""
+    """One more pod of a pool, as its StatefulSet would make it."""
     workload = next(o for o in objects if o["kind"] == "StatefulSet" and component_of(o) == pool)
     name = f"{workload['metadata']['name']}-{ordinal}"
     ports = (free_port(), 0)
@@ -129,7 +135,7 @@ def pool_pod(
 
 
 def component_of(workload: dict[str, Any]) -> str:
-    """What the pods of a workload are: gateway, encoder, prefill, decode or nats."""
+    """Component of the pods of a workload: gateway, encoder, prefill, decode or nats."""
     return str(workload["spec"]["template"]["metadata"]["labels"][COMPONENT_LABEL])
 
 
@@ -142,7 +148,7 @@ def _local_pod(
     nats_url: str,
     threads: int,
     memory_fraction: float,
-    own: LocalSecrets = NO_SECRETS,
+    local_secrets: LocalSecrets = NO_SECRETS,
 ) -> LocalPod:
     spec = workload["spec"]["template"]["spec"]
     container = spec["containers"][0]
@@ -152,20 +158,20 @@ def _local_pod(
     environment: dict[str, str] = {}
     for variable in container.get("env", []):
         value = _value(variable, name, workload, secrets)
-        for known, its in environment.items():
-            value = value.replace(f"$({known})", its)
-        within = next((path for path in mounts if value == path or value.startswith(f"{path}/")), None)
-        if within is None:
+        for earlier, earlier_value in environment.items():
+            value = value.replace(f"$({earlier})", earlier_value)
+        mount_path = next((path for path in mounts if value == path or value.startswith(f"{path}/")), None)
+        if mount_path is None:
             environment[variable["name"]] = value
-        elif (folder := mounts[within]) is not None:
-            environment[variable["name"]] = str(folder) + value[len(within) :]
+        elif (folder := mounts[mount_path]) is not None:
+            environment[variable["name"]] = str(folder) + value[len(mount_path) :]
     if any(variable["name"] == env.WEIGHTS for variable in container.get("env", [])):
-        environment.pop("HF_HUB_OFFLINE", None)  # what this machine's cache lacks comes from the hub
+        environment.pop("HF_HUB_OFFLINE", None)  # files that this machine's cache lacks come from the hub
     if env.ADMIN_PORT in environment:
         environment[env.ADMIN_PORT] = str(admin_port)
     if env.PICKER_PORT in environment:
-        environment[env.PICKER_PORT] = "0"  # nothing asks there, and gateways share the machine
-    environment |= _own_secrets(environment, own)
+        environment[env.PICKER_PORT] = "0"  # nobody asks there, and gateways share the machine
+    environment |= _own_secrets(environment, local_secrets)
     environment |= {
         env.HTTP_PORT: str(port),
         env.NATS_URL: nats_url,
@@ -173,7 +179,7 @@ def _local_pod(
         env.MEMORY_FRACTION: f"{memory_fraction:.6f}",
         env.POD_ANNOTATIONS: str(directory / "annotations" / name),
     }
-    if threads >= (os.cpu_count() or 1) and not _cores(workload):  # else cores are shared as requested
+    if threads >= (os.cpu_count() or 1) and not _cores(workload):  # otherwise cores are shared as requested
         environment[env.TURNS] = str(directory / "turns")
     return LocalPod(
         name=name,
@@ -187,23 +193,23 @@ def _local_pod(
     )
 
 
-def _own_secrets(environment: dict[str, str], own: LocalSecrets) -> dict[str, str]:
-    """Where the files of the user's own Secrets are here.
+def _own_secrets(environment: dict[str, str], local_secrets: LocalSecrets) -> dict[str, str]:
+    """Variables with the local paths of the user's own Secrets.
 
     Raises:
-        RenderError: one is needed, and no option names it.
+        RenderError: a Secret is needed, and no option names its files.
     """
-    found = {}
+    variables = {}
     for variable, path, missing in (
         (
             env.KEYS_FILE,
-            own.keys,
+            local_secrets.keys,
             "spec.gateway.auth is set, and its Secret does not exist locally; pass --keys FILE, which `mmd create-key` makes, "
             "or remove spec.gateway.auth",
         ),
         (
             env.TLS_FOLDER,
-            own.tls,
+            local_secrets.tls,
             f"spec.gateway.tls is set, and its Secret does not exist locally; pass --tls FOLDER, with {TLS_CERTIFICATE} and {TLS_KEY}, "
             "or remove spec.gateway.tls",
         ),
@@ -212,25 +218,26 @@ def _own_secrets(environment: dict[str, str], own: LocalSecrets) -> dict[str, st
             continue
         if path is None:
             raise RenderError(missing)
-        found[variable] = str(path.absolute())
-    return found
+        variables[variable] = str(path.absolute())
+    return variables
 
 
 def _nice(workload: dict[str, Any], objects: list[dict[str, Any]]) -> int:
-    """From CPU requests, the shares of scarce cores that a cluster would give: each step of nice takes a fifth of a process's weight.
+    """Niceness that gives a pod the share of scarce cores that a cluster would give it, from CPU requests.
 
-    Less than an eightieth, which nice cannot express, means idle priority. The pods that request most, and those that request nothing, keep nice 0.
+    Each step of nice takes a fifth of a process's weight. Less than an eightieth, which nice cannot express,
+    means idle priority. The pods that request most, and those that request nothing, keep nice 0.
     """
-    asked = [cores for o in objects if o["kind"] in ("Deployment", "StatefulSet") and (cores := _cores(o))]
-    own = _cores(workload)
-    return min(IDLE_NICE, round(math.log(max(asked) / own, NICE_STEP))) if own else 0
+    requests = [cores for o in objects if o["kind"] in ("Deployment", "StatefulSet") and (cores := _cores(o))]
+    request = _cores(workload)
+    return min(IDLE_NICE, round(math.log(max(requests) / request, NICE_STEP))) if request else 0
 
 
 def _cores(workload: dict[str, Any]) -> float:
     """Cores that each pod of a workload requests; 0: none."""
     container = workload["spec"]["template"]["spec"]["containers"][0]
-    asked = str(container.get("resources", {}).get("requests", {}).get("cpu", 0))
-    return float(asked[:-1]) / 1000 if asked.endswith("m") else float(asked)
+    quantity = str(container.get("resources", {}).get("requests", {}).get("cpu", 0))
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
 
 
 def write_config_maps(objects: list[dict[str, Any]], directory: Path) -> None:
@@ -262,12 +269,15 @@ def write_logins(objects: list[dict[str, Any]], directory: Path) -> None:
 
 
 def login_folder(workload: dict[str, Any], directory: Path) -> Path:
-    """Where the pods of a workload find their NATS login."""
+    """Folder with the NATS login of a workload's pods."""
     return directory / "login" / component_of(workload)
 
 
 def _mounts(workload: dict[str, Any], directory: Path) -> dict[str, Path | None]:
-    """Mount path → folder with a ConfigMap's or Secret's files, or for features; None for a volume that does not exist locally, where the programs' defaults apply."""
+    """Mount path → folder with the files of a ConfigMap or Secret, or for features.
+
+    None for a volume that does not exist locally, where the programs' defaults apply.
+    """
     spec = workload["spec"]["template"]["spec"]
     folders: dict[str, Path] = {}
     for volume in spec.get("volumes", []):
@@ -288,14 +298,14 @@ def _value(
         return str(variable["value"])
     source = variable.get("valueFrom", {})
     if secret := source.get("secretKeyRef"):
-        if (made := secrets.get(secret["name"], {}).get(secret["key"])) is not None:
-            return made
-        if (own := os.environ.get(variable["name"])) is None and not secret.get("optional"):
+        if (generated := secrets.get(secret["name"], {}).get(secret["key"])) is not None:
+            return generated
+        if (local_value := os.environ.get(variable["name"])) is None and not secret.get("optional"):
             raise RenderError(
                 f"environment variable {variable['name']} of {pod} comes from the Secret {secret['name']}, which does not "
                 f"exist locally; set {variable['name']} in the environment of `mmd up`"
             )
-        return own or ""
+        return local_value or ""
     path = source.get("fieldRef", {}).get("fieldPath")
     facts: dict[str | None, str] = {
         "metadata.name": pod,
@@ -312,11 +322,13 @@ def _value(
 
 
 def free_port() -> int:
-    """A TCP port on loopback that is free, and below those that the kernel gives to connections: no connection takes it by chance.
-    No other process of this program is given it while this one lives and asks for less than a thousand more.
+    """A free TCP port on loopback, which no connection takes by chance.
+
+    It is below the ports that the kernel gives to connections. No other process of this program is given it
+    while this one lives and asks for less than a thousand more.
 
     Raises:
-        OSError: none of a hundred is.
+        OSError: none of a hundred ports is free.
     """
     for port in random.SystemRandom().sample(_FREE_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -327,7 +339,9 @@ def free_port() -> int:
 
 
 def _claim(port: int) -> socket.socket:
-    """Tell other processes that a port is taken though nobody listens there yet: by a name that Linux frees when the last holder ends.
+    """Tell other processes that a port is taken, although nobody listens there yet.
+
+    The claim is a name that Linux frees when its last holder ends.
 
     Raises:
         OSError: another process has claimed it.

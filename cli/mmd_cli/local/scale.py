@@ -1,6 +1,7 @@
-"""The autoscaler of `mmd up`: the operator's decisions and actions, carried out on processes.
+"""The autoscaler of `mmd up`: carries out the operator's decisions and actions on processes.
 
-A process is requested to drain as a pod is: by an annotation, in the file that its environment names. Independent of the reasons of decisions.
+A process is requested to drain as a pod is: by an annotation, in the file that its environment names.
+Independent of the reasons of decisions.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LocalScaler:
         self._threads, self._memory_fraction = threads, memory_fraction
         self._log_line, self._changed = log_line, changed
         self._sizes: dict[PoolName, int] = {pool: len(self._of(pool)) for pool in self._scaler.policy.pools}
-        self._born = {pod.name: time.time() for pod in pods}
+        self._created_at = {pod.name: time.time() for pod in pods}
         self._drain_requested_at: dict[str, float] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._leaving: set[str] = set()
@@ -77,7 +78,7 @@ class LocalScaler:
         return any(not rules.fixed for rules in self._scaler.policy.pools.values())
 
     async def run(self) -> None:
-        """Tick until cancelled; then processes that are being stopped are waited for."""
+        """Tick until cancelled, then wait for processes that are being stopped."""
         try:
             async with httpx.AsyncClient(timeout=ANSWER_SECONDS) as client:
                 await repeat("autoscaler", TICK_SECONDS, lambda: self._tick(client))
@@ -132,7 +133,7 @@ class LocalScaler:
         return PodFacts(
             name=pod.name,
             ordinal=_ordinal(pod),
-            created_at=self._born[pod.name],
+            created_at=self._created_at[pod.name],
             ready=pod.name in self._reported and child.pid is not None,
             deleting=pod.name in self._leaving,
             drain_requested=pod.name in self._drain_requested_at,
@@ -176,9 +177,9 @@ class LocalScaler:
 
     def _start(self, pod: LocalPod) -> None:
         if pod.name in {p.name for p in self._pods}:
-            return  # still stopping: it is restarted when it has ended
+            return  # still stopping: it is restarted once it has ended
         self._pods.append(pod)
-        self._born[pod.name] = time.time()
+        self._created_at[pod.name] = time.time()
         self._supervisor.start(pod)
 
     def _stop(self, pod: LocalPod, *, again: bool) -> None:
@@ -205,12 +206,12 @@ def _ordinal(pod: LocalPod) -> int:
 
 
 def _forget(pod: LocalPod) -> None:
-    """Delete the annotations of a pod that is gone."""
+    """Delete the annotations of a removed pod."""
     Path(pod.environment[environment.POD_ANNOTATIONS]).unlink(missing_ok=True)
 
 
 def _annotate(pod: LocalPod, now: datetime) -> None:
-    """The annotation as Kubernetes shows it to a pod."""
+    """Write the annotation as Kubernetes shows it to a pod."""
     file = Path(pod.environment[environment.POD_ANNOTATIONS])
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")

@@ -1,4 +1,4 @@
-"""Where running local deployments leave their address, so that `mmd status`, `mmd chat` and `mmd top` find them."""
+"""Files with the addresses of running local deployments, for `mmd status`, `mmd chat` and `mmd top`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from mmd_cli.errors import CommandError
 
 EXITED = "exited with code"
-"""In the line that reports the end of a pod; a demo that shows no other line shows it."""
+"""Part of the line that reports the end of a pod. A demo that shows no other line shows it."""
 
 
 class NotRunningError(CommandError):
-    """There is no local deployment to speak to."""
+    """No local deployment to talk to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,11 @@ class RunningPod:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running local deployment: written when all pods are routable, removed when it stops. `admin_url`: the gateway's, for all
-    that is not for clients. `decisions`: the last of each pool."""
+    """A running local deployment: written when its pods have been started, removed when it stops.
+
+    `admin_url`: the gateway's URL for everything that is not for clients. `decisions`: the last decision of
+    each pool.
+    """
 
     name: str
     pid: int
@@ -54,10 +57,10 @@ def state_directory() -> Path:
 
 
 def write(running: Running) -> Path:
-    """Make the deployment known."""
+    """Write the file of a deployment."""
     path = state_directory() / f"{running.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")  # a reader finds all of it
+    part = path.with_suffix(".part")  # a reader finds the whole file
     part.write_text(json.dumps(asdict(running), indent=1))
     part.rename(path)
     return path
@@ -69,25 +72,25 @@ def find(name: str | None = None) -> Running:
     Raises:
         NotRunningError: none runs, or several do and no name was given.
     """
-    found = []
+    deployments = []
     for path in sorted(state_directory().glob(f"{name or '*'}.json")):
         data = json.loads(path.read_text())
         running = Running(**{**data, "pods": [RunningPod(**pod) for pod in data["pods"]]})
         if Path(f"/proc/{running.pid}").exists() or not Path("/proc").exists():
-            found.append(running)
-    if not found:
+            deployments.append(running)
+    if not deployments:
         wanted = f"deployment {name}" if name else "a deployment"
         raise NotRunningError(
             f"{wanted} is not running on this machine; start one with: mmd up -f examples/demo.yaml"
         )
-    if len(found) > 1:
-        names = ", ".join(running.name for running in found)
+    if len(deployments) > 1:
+        names = ", ".join(running.name for running in deployments)
         raise NotRunningError(f"several deployments run on this machine ({names}); name one with --name")
-    return found[0]
+    return deployments[0]
 
 
 def watched(urls: Sequence[str] | None, name: str | None) -> tuple[str, Sequence[str]]:
-    """What is at these admin URLs of gateways, in a word, and the URLs; without any, those of the running deployment.
+    """A title and the admin URLs of gateways: the given ones, or those of the running deployment.
 
     Raises:
         NotRunningError: see `find`.
@@ -99,5 +102,5 @@ def watched(urls: Sequence[str] | None, name: str | None) -> tuple[str, Sequence
 
 
 def decisions_of(urls: Sequence[str] | None, name: str | None) -> dict[str, str]:
-    """The local autoscaler's last decisions; gateways elsewhere, at `urls`, have none."""
+    """The last decisions of the local autoscaler. Gateways elsewhere, at `urls`, have none."""
     return {} if urls else dict(find(name).decisions)

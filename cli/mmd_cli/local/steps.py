@@ -1,4 +1,4 @@
-"""What `mmd up` does periodically, next to the processes that it runs."""
+"""Periodic work of `mmd up`, next to the processes that it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ log = logging.getLogger(__name__)
 
 
 async def repeat(name: str, pause_seconds: float, step: Callable[[], Awaitable[None]]) -> NoReturn:
-    """Run `step` after every pause until cancelled. A failure is logged, once while it repeats, and the loop goes on."""
+    """Run `step` after every pause until cancelled.
+
+    A failure is logged, once while it repeats, and the loop continues.
+    """
     logged = ""
     while True:
         await asyncio.sleep(pause_seconds)

@@ -1,5 +1,7 @@
-"""Runs the processes of `mmd up`, pods and nats-server: prefixed logs, liveness probes, restarts with backoff, an orderly stop. A process
-that does not come back in a bounded number of starts, or does not stay, is given up, and the whole run with it.
+"""Runs the processes of `mmd up`, pods and nats-server, with logs, probes, restarts and an orderly stop.
+
+Log lines have prefixes, and restarts back off. A process that does not come back in a bounded number of
+starts, or does not stay, is given up, and the whole run with it.
 """
 
 from __future__ import annotations
@@ -27,17 +29,16 @@ from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.server import NatsServer
 
 BACKOFF_SECONDS = (0.5, 30.0)
-MAX_FUTILE_STARTS = 5  # in a row, of a process that ends before it is Ready
-MAX_CRASHES = 10  # in a row, of a process that ends before it has been Ready for:
+MAX_FUTILE_STARTS = 5  # starts in a row that end before the process is Ready
+MAX_CRASHES = 10  # ends in a row, each before the process had been Ready for STABLE_SECONDS
 STABLE_SECONDS = 60.0
 READY_POLL_SECONDS = 0.5
 LIVENESS_PERIOD_SECONDS = 10.0
 LIVENESS_TIMEOUT_SECONDS = 5.0
-LIVENESS_FAILURES = 3  # in a row, of a process that does not answer
-STALLED_FAILURES = (
-    60  # of one that answers that its engine makes no progress: on few cores one step may take minutes
-)
-START_SECONDS = 3600.0  # for which a process may load
+LIVENESS_FAILURES = 3  # probes in a row that the process does not answer
+# Probes in a row that report an engine without progress: on few cores one step may take minutes.
+STALLED_FAILURES = 60
+START_SECONDS = 3600.0  # time in which a process must load
 NATS = "nats-server"
 MAX_LINE_BYTES = 16_384
 MAX_FAULT_CHARACTERS = 500
@@ -54,10 +55,10 @@ class PodProcess:
     pod: LocalPod
     process: ForkedProcess | None = None
     restarts: int = 0
-    started: float = 0.0  # of the supervisor's clock
+    started: float = 0.0  # by the supervisor's clock
     last_line: str = ""
-    reason: str = ""  # why it ended last, in its own words
-    ready_since: float = 0.0  # of the supervisor's clock; 0 while it has not been Ready since its last start
+    reason: str = ""  # why it last ended, in its own words
+    ready_since: float = 0.0  # by the supervisor's clock; 0: not Ready since its last start
     stopping: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -79,9 +80,10 @@ class PodProcess:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Runs pods as processes of their own sessions; `log(pod, line)` takes what they print, `gave_up` the error that ends the run.
+    """Runs pods as processes in their own groups.
 
-    `shared_servers`: fork servers that others use too, and that outlive this supervisor; without, it has its own.
+    `log(pod, line)` takes what they print, `gave_up` the error that ends the run. `shared_servers`: fork
+    servers that others use too, and that outlive this supervisor; without them, it has its own.
     """
 
     log: Callable[[str, str], None]
@@ -93,14 +95,17 @@ class Supervisor:
     _servers: ForkServers = field(default_factory=ForkServers)
 
     def start(self, pod: LocalPod) -> PodProcess:
-        """Run a pod until `stop`, starting it again whenever it ends; until it is given up."""
+        """Run a pod until `stop` or until it is given up, and restart it whenever it ends."""
         child = PodProcess(pod)
         self.children[pod.name] = child
         child.task = self.supervise(pod.name, self._keep_running(child))
         return child
 
     def supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run what keeps a process running. Should it fail itself, the run is given up: nothing would restart the process any more."""
+        """Run the work that keeps a process running.
+
+        If that work itself fails, the run is given up, because nothing would restart the process any more.
+        """
 
         def failed(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -150,7 +155,10 @@ class Supervisor:
             child.restarts += 1
 
     async def _probe(self, child: PodProcess) -> None:
-        """Note when the process is Ready; kill it when that takes too long, or when its liveness probe fails, as a kubelet would."""
+        """Record when the process is Ready, and kill it if that takes too long.
+
+        It is also killed if its liveness probe fails, as by a kubelet.
+        """
         name, url = child.pod.name, child.pod.admin_url
         async with httpx.AsyncClient(timeout=LIVENESS_TIMEOUT_SECONDS) as client:
             why = await self._not_ready(child, client, f"{url}{paths.READYZ}") or await self._not_alive(
@@ -160,9 +168,10 @@ class Supervisor:
         self._signal(child, signal.SIGKILL)
 
     async def keep_nats(self, nats: NatsServer) -> None:
-        """Start nats-server again whenever it ends by itself, on its port and with its data, until cancelled or given up.
+        """Restart nats-server whenever it ends by itself, on its port and with its data.
 
-        Run it on a thread that lasts: the server ends with the thread that started it.
+        Ends when cancelled or given up. Run it on a thread that lasts: the server ends with the thread that
+        started it.
         """
         crashes, started = 0, self.clock.now()
         while True:
@@ -184,7 +193,7 @@ class Supervisor:
                 try:
                     nats.spawn()
                     await asyncio.to_thread(nats.until_ready)
-                except (PeerLostError, OSError) as error:  # a disk that is full, no process left
+                except (PeerLostError, OSError) as error:  # such as a full disk, or no free process
                     reason = str(error)
                     self._print(NATS, reason)
                 else:
@@ -211,7 +220,7 @@ class Supervisor:
         while True:
             try:
                 line = await child.process.output.readline()
-            except ValueError:  # longer than the limit: what was read is dropped
+            except ValueError:  # longer than the limit: the part read is dropped
                 self._print(pod.name, f"(a line of more than {MAX_LINE_BYTES} bytes)")
                 continue
             if not line:
@@ -222,14 +231,19 @@ class Supervisor:
         return await child.process.ended
 
     def _server_for(self, pod: LocalPod) -> ForkServer:
-        """Pods may share what is imported if all that libraries could read of their environments is the same."""
-        own = {name: value for name, value in pod.environment.items() if not name.startswith(PREFIX)}
-        environment = {**self.interpreter.environment, **own}
+        """The fork server for a pod.
+
+        Pods may share imports if all variables that libraries could read are the same.
+        """
+        pod_variables = {
+            name: value for name, value in pod.environment.items() if not name.startswith(PREFIX)
+        }
+        environment = {**self.interpreter.environment, **pod_variables}
         servers = self.shared_servers or self._servers
         return servers.server(environment, self.interpreter.python, self.interpreter.imported)
 
     async def close(self) -> None:
-        """Stop all pods, and what started them unless it is shared."""
+        """Stop all pods, and their fork servers unless they are shared."""
         await self.stop()
         await self._servers.close()
 
@@ -241,12 +255,15 @@ class Supervisor:
             self.children.pop(child.pod.name, None)
 
     def _print(self, name: str, line: str) -> None:
-        """Log a line. Where it cannot be written, on a full disk or a closed terminal, the process that printed it goes on."""
+        """Log a line. If it cannot be written, the process that printed it continues.
+
+        The disk may be full, or the terminal closed.
+        """
         with contextlib.suppress(OSError):
             self.log(name, line)
 
     def kill(self) -> None:
-        """SIGKILL for every pod that still runs; `stop` and `close` then return at once."""
+        """Send SIGKILL to every pod that still runs. `stop` and `close` then return at once."""
         for child in self.children.values():
             child.stopping = True
             self._signal(child, signal.SIGKILL)
@@ -290,7 +307,7 @@ class Supervisor:
 
     @staticmethod
     async def _probed(client: httpx.AsyncClient, url: str) -> tuple[bool, str]:
-        """Whether a probe got no answer, and what is wrong, empty if nothing is."""
+        """Return whether a probe got no answer, and what is wrong, or an empty string."""
         try:
             answer = await client.get(url)
         except httpx.HTTPError as error:
@@ -307,5 +324,5 @@ class Supervisor:
 
 
 def _backoff(earlier: int) -> float:
-    """Seconds before the next start, after this many in a row before the last."""
+    """Seconds before the next start. `earlier`: starts in a row before the last one."""
     return float(min(BACKOFF_SECONDS[0] * 2**earlier, BACKOFF_SECONDS[1]))

@@ -1,4 +1,4 @@
-"""`mmd up`: the pods that the operator would make, as processes of this machine, around an embedded NATS server."""
+"""`mmd up`: runs the pods that the operator would make as local processes, around an embedded NATS server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SecretError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class PodProgress:
-    """How far a pod has come: starting, loading, ready or restarting."""
+    """Progress of a pod: starting, loading, ready or restarting."""
 
     pod: LocalPod
     state: str
@@ -82,19 +82,19 @@ class LocalDeployment:
 
 
 def load(path: Path) -> MultimodalDeployment:
-    """Read the resource; relative paths of the model and of adapters are taken from the file's folder.
+    """Read the resource. Relative paths of the model and of adapters are resolved in the file's folder.
 
     Raises:
-        InvalidDeploymentError: it is no valid resource, or a path has characters that ids cannot have.
+        InvalidDeploymentError: it is not a valid resource, or a path has characters that ids cannot have.
     """
     return located(resource.load(path), path.parent)
 
 
 def _fits_here(deployment: MultimodalDeployment) -> MultimodalDeployment:
-    """A deployment whose replicas are processes of one machine.
+    """Return the deployment, if each replica fits on one machine.
 
     Raises:
-        InvalidDeploymentError: a replica spans several.
+        InvalidDeploymentError: a replica spans several machines.
     """
     spec = deployment.spec
     if faults := [_spans_machines(spec, name) for name in POOL_NAMES if _is_grouped(spec, name)]:
@@ -130,16 +130,17 @@ async def running(
 ) -> AsyncIterator[LocalDeployment]:
     """Run a deployment; leaves no process and no port behind, however the block ends.
 
-    `follow`: the file of the deployment, whose changes reach the running processes where they may change at runtime. `secrets`:
-    the files that stand for the Secrets of spec.gateway.auth and spec.gateway.tls; gateways follow them. `shared_servers`: fork servers
-    of this event loop that start the pods of several deployments, and outlive them.
+    `follow`: the file of the deployment. Its changes reach the running processes where they may change at
+    runtime. `secrets`: files in place of the Secrets of spec.gateway.auth and spec.gateway.tls; gateways
+    follow them. `shared_servers`: fork servers of this event loop that start the pods of several deployments,
+    and outlive them.
 
     Raises:
         EngineMissingError: the deployment's engine is not installed.
         InvalidDeploymentError: a replica spans several machines, or the engine refuses its settings.
         StartError: a pod was not routable within `ready_seconds`.
         SecretError: the file of API keys or the TLS certificate cannot be used, or the deployment needs none.
-        RenderError: the deployment needs one, or something else that does not exist here.
+        RenderError: the deployment needs such a file, or something else that does not exist here.
         GaveUpError: a process ended, and did not come back; also while the block runs, which is cancelled.
     """
     interpreter = interpreter_for(_fits_here(deployment).spec.engine)
@@ -205,7 +206,7 @@ async def running(
 
 @asynccontextmanager
 async def _started(nats: NatsServer) -> AsyncIterator[None]:
-    """A message server that runs until the block ends."""
+    """Run the message server until the block ends."""
     try:
         nats.start()  # on this thread, which lasts: the server ends with the thread that started it
         yield
@@ -217,7 +218,7 @@ async def _started(nats: NatsServer) -> AsyncIterator[None]:
 async def _supervising(
     log_line: Callable[[str, str], None], interpreter: str, shared_servers: ForkServers | None
 ) -> AsyncIterator[Supervisor]:
-    """A supervisor, all of whose processes have ended after the block.
+    """Yield a supervisor. After the block, all its processes have ended.
 
     Gateways end first, which may take as long as a request: requests in flight still find their workers.
     """
@@ -233,7 +234,7 @@ async def _supervising(
 
 @asynccontextmanager
 async def _in_background(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
-    """Tasks that are cancelled when the block ends."""
+    """Cancel the tasks when the block ends."""
     try:
         yield
     finally:
@@ -244,10 +245,10 @@ async def _in_background(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _raising_what_was_given_up(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Cancels the block when a process does not come back.
+    """Cancel the block when a process is given up.
 
     Raises:
-        GaveUpError: why not, of the first such process.
+        GaveUpError: the reason for the first such process.
     """
     task, faults = asyncio.current_task(), list[GaveUpError]()
 
@@ -270,7 +271,10 @@ async def _raising_what_was_given_up(supervisor: Supervisor) -> AsyncIterator[No
 
 @contextmanager
 def _noted(local: LocalDeployment) -> Iterator[Callable[[Mapping[PoolName, str]], Path]]:
-    """The file by which `mmd status` finds the deployment, until the block ends. Called with the decisions by pool, it writes the file anew."""
+    """Keep the file by which `mmd status` finds the deployment, until the block ends.
+
+    Yields a function that writes the file again, with the decisions by pool.
+    """
 
     def write_state(decisions: Mapping[PoolName, str]) -> Path:
         shown = [state.RunningPod(pod.name, pod.component, pod.admin_url) for pod in local.pods]
@@ -308,7 +312,7 @@ def _check_secrets(secrets: LocalSecrets, spec: MultimodalDeploymentSpec) -> Non
 
 
 def objects_of(deployment: MultimodalDeployment) -> list[dict[str, Any]]:
-    """What the operator would apply; Secrets that it would make have their passwords."""
+    """The objects that the operator would apply, with passwords in the Secrets that it would make."""
     planned = plan_objects(deployment, deployment.metadata.namespace or NAMESPACE)
     return [with_passwords(o) if o["kind"] == "Secret" else o for o in planned]
 
@@ -321,7 +325,7 @@ def with_one_nats_server(deployment: MultimodalDeployment) -> MultimodalDeployme
 
 
 def load_for_one_machine(path: Path) -> MultimodalDeployment:
-    """The deployment of a file as it runs here.
+    """The deployment of a file, as it runs on this machine.
 
     Raises:
         InvalidDeploymentError: it is invalid, or a replica spans several machines.
@@ -330,35 +334,38 @@ def load_for_one_machine(path: Path) -> MultimodalDeployment:
 
 
 def _nats(folder: Path, deployment: MultimodalDeployment, objects: list[dict[str, Any]]) -> NatsServer:
-    """The server that a managed one would be, with its users; an external one is replaced by an open one."""
+    """The message server: with the users of a managed one, or open in place of an external one."""
     passwords = next((o["stringData"] for o in objects if o["kind"] == "Secret"), None)
     if passwords is None:
         return NatsServer(folder, port=free_port())
     metadata = deployment.metadata
     return NatsServer(
         folder,
-        port=free_port(),  # which no connection takes while it restarts
+        port=free_port(),  # no connection takes this port while the server restarts
         configuration=users_configuration(metadata.namespace or NAMESPACE, metadata.name),
         environment={f"{PASSWORD_PREFIX}{user}": password for user, password in passwords.items()},
     )
 
 
 def _stop_in_good_order_on_sigterm() -> None:
-    """SIGTERM ends the block like Ctrl-C does; only the main thread may handle signals."""
+    """Let SIGTERM end the block as Ctrl-C does. Only the main thread may handle signals."""
     if (task := asyncio.current_task()) is not None:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _kill_on_a_second_signal(supervisor: Supervisor) -> None:
-    """A second interrupt kills the pods without waiting for requests in flight."""
+    """Let a second interrupt kill the pods, without waiting for requests in flight."""
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.kill)
 
 
 def _threads_per_worker(objects: list[dict[str, Any]]) -> int:
-    """Compute threads of each worker process: all of them have twice as many as there are cores, since pools often wait for one another."""
+    """Compute threads of each worker process.
+
+    Together they are twice as many as the cores, because pools often wait for one another.
+    """
     workers = sum(
         int(o["spec"].get("replicas", 1))
         for o in objects
@@ -369,7 +376,10 @@ def _threads_per_worker(objects: list[dict[str, Any]]) -> int:
 
 
 def most_workers(spec: MultimodalDeploymentSpec) -> int:
-    """Worker processes with every pool at its largest size: each may take that share of the machine's memory."""
+    """Number of worker processes at the largest size of every pool.
+
+    Each may take that share of the machine's memory.
+    """
     pools = (pool for pool in (spec.encoder, spec.prefill, spec.decode) if pool is not None)
     return sum(
         pool.min_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas for pool in pools

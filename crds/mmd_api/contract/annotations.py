@@ -1,6 +1,9 @@
-"""The annotations of pods by which one process asks another for something."""
+"""Annotations of pods, by which one process makes a request to another."""
 
 from __future__ import annotations
 
 DRAIN_ANNOTATION = "serving.multimodal.dev/drain"
-"""On a worker's pod: finish what is held, accept nothing more, and stay until removed. Its value is the time of the request."""
+"""On a worker's pod: the request to finish its work, accept nothing more, and stay until removed.
+
+Its value is the time of the request.
+"""

@@ -1,4 +1,6 @@
-"""How the answer of a sequence ends, as pods report it to each other, and what it must match."""
+"""The end of a sequence's answer, as pods report it to each other, and the grammar that the answer must
+match.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ MAX_GRAMMAR_CHARACTERS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match: a JSON Schema as JSON, a regular expression, or a composite.
+    """Grammar of an answer: a JSON Schema as JSON, a regular expression, or a composite.
 
-    A composite is a JSON object, made by the gateway: `lark`, a grammar of the library's whose rules refer to others as `@name`, and the
-    others by name in `json_schema` and `regex`. It refers to special tokens by id, as `<[5]>`.
+    A composite is a JSON object, made by the gateway. `lark` is a grammar of the library, whose rules refer
+    to others as `@name`; those are in `json_schema` and `regex`, by name. It refers to special tokens by id,
+    as `<[5]>`.
     """
 
     type: Literal["json_schema", "regex", "composite"]

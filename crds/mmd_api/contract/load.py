@@ -1,6 +1,8 @@
-"""What workers and gateways report about their load: the one definition for the wire, `/state`, `/demand`, autoscaler and simulator.
+"""Load of workers and gateways: the one definition for the wire, `/state`, `/demand`, autoscaler and
+simulator.
 
-A signal exists only if it is a field here, and then workers and gateways send it. Pure data: independent of the transport and the clock.
+A signal exists only if it is a field here, and then workers and gateways send it. Pure data: independent of
+the transport and the clock.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from mmd_api.contract.pools import Modality, Role
 WorkerState = Literal["loading", "ready", "draining", "drained"]
 MAX_FAULT_CHARACTERS = 500
 LARGEST_PLAUSIBLE = 1e15
-"""A larger amount of work, tokens or blocks is a broken counter."""
+"""Largest plausible amount of work, tokens or blocks. A larger one is a broken counter."""
 
 
 _Name = Annotated[str, Field(max_length=253)]
@@ -26,14 +28,14 @@ Amount = Annotated[float, Field(ge=0, le=LARGEST_PLAUSIBLE, allow_inf_nan=False)
 
 @dataclass(frozen=True, slots=True)
 class PodLoad:
-    """What a pod has to do, with units. Zero where it does not hold the role."""
+    """Work of a pod, with units. Zero for roles that it does not hold."""
 
     encode_queued_work: dict[Modality, int] = field(default_factory=dict)  # by modality, in work units
     encode_running: int = 0
     encode_work_per_second: dict[Modality, float] = field(default_factory=dict)  # calibrated, by modality
     encode_busy_fraction: float = 0.0
     prefill_waiting_tokens: int = 0
-    prefill_blocked_tokens: int = 0  # those of them that wait for media to be encoded
+    prefill_blocked_tokens: int = 0  # waiting tokens whose media are not encoded yet
     prefill_waiting_requests: int = 0
     prefill_tokens_per_second: float = 0.0
     decode_running: int = 0
@@ -45,15 +47,16 @@ class PodLoad:
     kv_block_tokens: int = 0
     feature_bytes_used: int = 0
     feature_bytes_budget: int = 0
-    feature_bytes_needed: int = (
-        0  # those of them that requests need, and what requests wait for room for; the rest is cache
-    )
-    media_bytes_used: int = 0  # of media that are being encoded
+    # Bytes of features that requests need, or wait for room for. The rest of the used bytes is cache.
+    feature_bytes_needed: int = 0
+    media_bytes_used: int = 0  # media that are being encoded
     media_bytes_budget: int = 0
     itl_seconds: float = 0.0
 
     def fault(self) -> str | None:
-        """Why these numbers cannot be true (no number, negative, absurdly large, more free than there is), or None."""
+        """Why these numbers cannot be true, or None: not a number, negative, absurdly large, or more free
+        than there is.
+        """
         for name in _LOAD_FIELDS:
             value = getattr(self, name)
             for number in value.values() if isinstance(value, Mapping) else (value,):
@@ -90,7 +93,7 @@ class WorkerStatus(_Report):
 
 
 class EncodeQueueStatus(BaseModel):
-    """Encode work that no encoder has taken, by modality, as read `age_seconds` ago."""
+    """Encode work by modality that no encoder has taken, as read `age_seconds` ago."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -99,7 +102,10 @@ class EncodeQueueStatus(BaseModel):
 
 
 class GatewayQueue(BaseModel):
-    """Work of requests that a gateway has not started yet because a pool lacks room for them, under the pool that lacks it."""
+    """Work of requests that a gateway has not started yet, because a pool lacks room for them.
+
+    It is listed under the pool that lacks the room.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -109,7 +115,10 @@ class GatewayQueue(BaseModel):
 
 
 class FirstTokens(BaseModel):
-    """Time to the first token of the `requests` of the last `window_seconds`, at the percentile of the SLO."""
+    """Time to the first token, at the percentile of the SLO.
+
+    It is taken over the `requests` of the last `window_seconds`.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -119,20 +128,23 @@ class FirstTokens(BaseModel):
 
     @classmethod
     def of(cls, ttft_seconds: Iterable[float], percentile: int, window_seconds: float) -> Self:
-        """The nearest-rank percentile of what was seen; 0 where nothing was."""
-        seen = sorted(ttft_seconds)
-        place = math.ceil(len(seen) * percentile / 100) - 1
-        return cls(window_seconds=window_seconds, requests=len(seen), seconds=seen[place] if seen else 0.0)
+        """The nearest-rank percentile of the times; 0 if there are none."""
+        ordered = sorted(ttft_seconds)
+        place = math.ceil(len(ordered) * percentile / 100) - 1
+        return cls(
+            window_seconds=window_seconds, requests=len(ordered), seconds=ordered[place] if ordered else 0.0
+        )
 
 
 class GatewayStatus(_Report):
-    """What `/demand` of a gateway answers.
+    """The answer of a gateway's `/demand`.
 
-    `held`: requests by the role for which no pod is ready. `queue` is None where the queue cannot be read or there is no encoder pool.
-    `keys_fault`: why the file of API keys cannot be used; empty if it can, or none is needed. `tls_fault`: the same of the TLS certificate.
-    `missing_tenant`: that of `spec.gateway.auth.oidc.defaultTenant`, where the file in force has no such tenant. `issuer_fault`: why the keys
-    of the issuer of tokens cannot be fetched. `picker_fault`: why its endpoint picker has ended, until it has run for a while again.
-    `waiting`: what waits at the gateway itself for its turn.
+    `held`: requests by the role for which no pod is ready. `queue`: None if the queue cannot be read or there
+    is no encoder pool. `waiting`: work that waits at the gateway itself for its turn. `keys_fault`: why the
+    file of API keys cannot be used; empty if it can, or none is needed. `tls_fault`: the same for the TLS
+    certificate. `missing_tenant`: `spec.gateway.auth.oidc.defaultTenant`, if the file in force has no such
+    tenant. `issuer_fault`: why the keys of the issuer of tokens cannot be fetched. `picker_fault`: why its
+    endpoint picker has ended, until it has run for a while again.
     """
 
     held: dict[Role, int] = {}

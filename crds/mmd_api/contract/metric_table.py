@@ -1,8 +1,10 @@
-"""How the operator and the workers declare their metrics: one table that Prometheus reads and `docs/metrics.md` is made from.
+"""Declarations of the operator's and the workers' metrics, in a table that Prometheus and `docs/metrics.md`
+read.
 
-Independent of the metrics: names are declared in `mmd_workers/observe/metrics.py` and `mmd_operator/metrics.py`. Queries are PromQL, so they
-spell names as text; `tests/observe/test_catalogue.py` fails for one that no process serves. Only processes that serve metrics import
-this module: prometheus-client comes with their extras.
+Independent of the metrics: names are declared in `mmd_workers/observe/metrics.py` and
+`mmd_operator/metrics.py`. Queries are PromQL, so they spell names as text; `tests/observe/test_catalogue.py`
+fails for one that no process serves. Only processes that serve metrics import this module: prometheus-client
+comes with their extras.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-_ESCAPING = re.compile(r";\s*escaping=[^;,]*")  # what a scraper asks for in its Accept header
+_ESCAPING = re.compile(r";\s*escaping=[^;,]*")  # part of a scraper's Accept header
 
 MovedBy = Literal["load", "tenants", "deployment", "scaling", "trouble"]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One metric as the docs list it. `moved_by`: what makes it change; with trouble, something must go wrong."""
+    """One metric as the docs list it.
+
+    `moved_by`: the cause of changes; with trouble, something must go wrong.
+    """
 
     name: str
     kind: str
@@ -47,7 +52,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading of the docs. What a table declares after it belongs to processes with one of `roles`; without roles, to all."""
+    """A heading of the docs.
+
+    The metrics declared after it in a table belong to processes with one of `roles`; without roles, to all.
+    """
 
     title: str
     roles: tuple[str, ...]
@@ -93,14 +101,18 @@ def info(name: str, text: str, *labels: str) -> Info:
 
 
 def family(name: str, text: str, *labels: str, moved_by: MovedBy = "deployment") -> str:
-    """Declare a metric that its table fills at every scrape: a counter if the name ends in `_total`, else a gauge. The attribute is its name."""
+    """Declare a metric that its table fills at every scrape. The attribute is its name.
+
+    It is a counter if the name ends in `_total`, else a gauge.
+    """
     return cast(str, Declaration("family", name, text, labels, moved_by))
 
 
 class MetricTable:
-    """A separate registry with the metrics that a subclass declares as its attributes, and their catalogue. One object per process.
+    """A separate registry with the metrics that a subclass declares as its attributes, and their catalogue.
 
-    `roles`: of this process. Metrics of other roles' sections can be fed and are not exposed; without roles all are exposed.
+    One object per process. `roles`: the roles of this process. Metrics in sections of other roles can be fed
+    and are not exposed; without roles all are exposed.
     """
 
     LABELS: ClassVar[Mapping[str, str]] = {}
@@ -121,21 +133,21 @@ class MetricTable:
                 exposed = registry if belongs else None
             elif isinstance(declared, Declaration):
                 setattr(self, attribute, self._build(declared, title, exposed))
-        ProcessCollector(
-            registry=registry
-        )  # CPU time, memory and file descriptors, named as in every program
+        # CPU time, memory and file descriptors, named as in every program.
+        ProcessCollector(registry=registry)
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
-        """The text that a Prometheus server scrapes, and its content type; OpenMetrics, with exemplars, if it asks for that.
+        """The text that a Prometheus server scrapes, and its content type.
 
-        Names are valid for every scraper, so none is escaped: prometheus-client would replace the colons that vLLM's have.
+        It is OpenMetrics, with exemplars, if the server asks for that. Names are valid for every scraper, so
+        none is escaped: prometheus-client would replace the colons that vLLM's have.
         """
         encode: Any
         encode, content_type = choose_encoder(_ESCAPING.sub("", accept))
         return encode(self.registry, escaping=ALLOWUTF8), content_type
 
     def pass_through(self, registry: CollectorRegistry) -> None:
-        """Expose what is on another registry, too, under the names that it has there."""
+        """Expose the metrics of another registry too, under the names that they have there."""
         self.registry.register(registry)
 
     def _build(self, declared: Declaration, title: str, registry: CollectorRegistry | None) -> object:
@@ -153,7 +165,7 @@ class MetricTable:
                 metric = Counter(name, text, names, registry=registry)
                 closed = [_closed(values) for _, values in labels]
                 if labels and all(closed):
-                    # A series that begins at 1 has no rate: what is rare must be there, at 0, before it happens.
+                    # A series that begins at 1 has no rate: rare events need a series at 0 before they happen.
                     for values in product(*closed):
                         metric.labels(*values)
                 return metric
@@ -168,6 +180,6 @@ class MetricTable:
 
 
 def _closed(values: str) -> list[str]:
-    """The values one by one, if that is all they can be."""
+    """The values one by one, if the list of them is complete."""
     listed = values.partition(": ")[0]
     return [] if set(listed) & set("`(…") else listed.split(", ")

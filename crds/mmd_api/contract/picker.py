@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 MIN_MEMORY_MEBIBYTES = 384
-"""Of the gateway's memory, that the picker may take at least."""
+"""Minimum memory that the picker may take, out of the gateway's."""

@@ -1,6 +1,7 @@
-"""Every NATS subject and stream name of one pipeline revision, and which role may use which; no other module spells a subject.
+"""Every NATS subject and stream name of one pipeline revision, and the roles that may use them.
 
-A subject starts with `mmd.<namespace>.<name>.<revision>`, so peers of different revisions cannot reach each other.
+No other module spells a subject. A subject starts with `mmd.<namespace>.<name>.<revision>`, so peers of
+different revisions cannot reach each other.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _ROLES: dict[str, tuple[Role, ...]] = {
     "encode_prefill_decode": ("encode", "prefill", "decode"),
 }
 USERS: tuple[str, ...] = (GATEWAY_USER, *_ROLES)
-"""Users of a managed NATS server: the gateway, and every set of roles that a pool can hold. The same for every layout, so that
-a change of layout does not restart the server."""
+"""Users of a managed NATS server: the gateway, and every set of roles that a pool can hold.
+
+They are the same for every layout, so that a change of layout does not restart the server.
+"""
 _QUEUE_MAKERS = tuple(
     f"$JS.API.{call}"
     for call in ("STREAM.CREATE.*", "STREAM.UPDATE.*", "CONSUMER.CREATE.>", "CONSUMER.DURABLE.CREATE.>")
@@ -51,16 +54,22 @@ class Subjects:
 
     @property
     def tokens_stream(self) -> str:
-        """Name of the JetStream stream with the tokens of tenants: of all revisions, because a day is longer than a rollout."""
+        """Name of the JetStream stream with the tokens of tenants.
+
+        All revisions share it, because a day is longer than a rollout.
+        """
         return f"mmd-{self.namespace}-{self.name}-tenant-tokens"
 
     def tenant_tokens(self, day: int | str, tenant: str) -> str:
-        """The tokens that a tenant has had on a day since 1970 (`*` for all): the last message is the total."""
+        """Tokens that a tenant has used on a day since 1970 (`*` for all). The last message is the total."""
         return f"mmd.{self.namespace}.{self.name}.tenant-tokens.{day}.{tenant}"
 
     @property
     def files_stream(self) -> str:
-        """Name of the JetStream stream with an entry for each uploaded file: of all revisions, because files outlive a rollout."""
+        """Name of the JetStream stream with an entry for each uploaded file.
+
+        All revisions share it, because files outlive a rollout.
+        """
         return f"mmd-{self.namespace}-{self.name}-files"
 
     @property
@@ -69,7 +78,7 @@ class Subjects:
         return f"mmd-{self.namespace}-{self.name}-file-bytes"
 
     def file_entry(self, file_id: str) -> str:
-        """The entry of an uploaded file (`*` for all): the last message is its state."""
+        """The entry of an uploaded file (`*` for all). The last message is its state."""
         return f"mmd.{self.namespace}.{self.name}.file.{file_id}"
 
     def file_bytes(self, file_id: str, number: int | str) -> str:
@@ -113,7 +122,7 @@ class Subjects:
         return f"{self.prefix}.features-given.{pod}"
 
     def feature_offer(self, pod: str) -> str:
-        """Request/reply: the `EmbeddingOffer` of a feature that an encoder wants of one that drains."""
+        """Request/reply: the `EmbeddingOffer` of a feature that an encoder wants from one that drains."""
         return f"{self.prefix}.feature-offer.{pod}"
 
     def prefix_report(self, pod: str) -> str:
@@ -226,7 +235,8 @@ def permissions_of(user: str, namespace: str, name: str) -> Permissions:
             f"$JS.API.DIRECT.GET.{to.file_bytes_stream}.>",
             f"$JS.API.STREAM.PURGE.{to.file_bytes_stream}",
         }
-        publish |= {to.encode_work("*", "*")}  # and what encoders answer, of files that are encoded on upload
+        # Files that are encoded on upload: their jobs, and the answers of encoders.
+        publish |= {to.encode_work("*", "*")}
         subscribe |= {to.embedding("*"), to.encode_wanted("*"), to.encode_failed("*")}
         publish |= among_gateways
         subscribe |= {to.tokens("*"), to.failures("*"), to.sequences("*"), to.phases("*"), to.media("*")}

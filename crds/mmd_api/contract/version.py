@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 WIRE_VERSION = 1
-"""Version of the messages and tensors between pods: raise it when pods of before and after must not exchange them.
+"""Version of the messages and tensors between pods.
 
-Pods of different releases link and hand over nothing in any case: `identity.code_fingerprint` is another one for each."""
+Raise it when pods of before and after must not exchange them. Pods of different releases link and hand over
+nothing in any case: each release has its own `identity.code_fingerprint`.
+"""

@@ -1,4 +1,4 @@
-"""What the download of weights reports: its progress while it runs, and by its exit status why it ended."""
+"""Reports of the download of weights: its progress while it runs, and by its exit status why it ended."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EXIT_STATUS: dict[WeightsFailure, int] = {
     "WeightsDamaged": 52,
     "WeightsUnreachable": 53,
 }
-"""Of the process that downloads."""
+"""Exit status of the process that downloads."""
 NOT_RETRIED: tuple[WeightsFailure, ...] = ("WeightsDenied", "WeightsNotFound", "WeightsTooLarge")
-"""Until something changes, the next try ends in the same way."""
+"""Failures after which the next try ends in the same way, until something changes."""
 MAX_PROGRESS_BYTES = 4096
 LARGEST_BYTES = 10**18
 Bytes = Annotated[int, Field(ge=0, le=LARGEST_BYTES)]
@@ -36,14 +36,17 @@ class WeightsError(Exception):
 
 
 class WeightsProgress(BaseModel):
-    """How far the download of a deployment's weights is; on `/state` of its pod, and at last in its termination message."""
+    """Progress of the download of a deployment's weights.
+
+    It is on `/state` of the download's pod, and at last in its termination message.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     state: WeightsState
     bytes: Bytes = 0
     verified_bytes: Bytes = 0
-    """Read again for their digests by this process."""
+    """Bytes that this process has read again for their digests."""
     total_bytes: Bytes = 0
     bytes_per_second: Bytes = 0
     remaining_seconds: Annotated[int, Field(ge=0, le=10**9)] | None = None
@@ -53,7 +56,7 @@ class WeightsProgress(BaseModel):
         """Read what `dump` wrote.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is something else.
         """
         if len(text) > MAX_PROGRESS_BYTES:
             raise ValueError(f"progress of more than {MAX_PROGRESS_BYTES} bytes")

@@ -25,7 +25,7 @@ from mmd_api.spec.transfer import TransferSpec
 LanguagePool = Literal["prefill", "decode"]
 
 QUEUES_MEBIBYTES = 144
-"""Of the NATS server's storage: the queues of encode jobs of two revisions (64 MiB each), and the tokens of tenants."""
+"""NATS storage for the encode queues of two revisions (64 MiB each), and for the tokens of tenants."""
 _CEL_STORED = (
     f"(self.gateway.files.maxMebibytes + (self.gateway.files.maxMebibytes + {FILE_OVERHEAD_DIVISOR - 1}) / {FILE_OVERHEAD_DIVISOR}"
     f" + self.gateway.files.maxFiles / {FILES_PER_MEBIBYTE} + 1)"
@@ -38,7 +38,7 @@ _CEL_REPLICA_GPUS = (
     "({p}.gpus == 0 || self.engine.type == 'Native' || !has({e}) ? {p}.gpus"
     " : {e}.tensorParallelSize * {e}.pipelineParallelSize)"
 )
-"""GPUs of a replica: those of its pods, or of its ranks, of which each pod has as many as GPUs."""
+"""GPUs of a replica: those of its pod, or one for each rank."""
 
 
 _CEL_WINDOW = (
@@ -48,13 +48,13 @@ _CEL_WINDOW = (
 
 
 def _each_pool(template: str, absent: str, joiner: str) -> str:
-    """One CEL expression over all pools; `absent` stands for the optional ones that are left out."""
+    """One CEL expression over all pools. `absent` stands for an optional pool that is left out."""
     parts = [f"(has(self.{p}) ? {template.format(p=f'self.{p}')} : {absent})" for p in ("encoder", "prefill")]
     return joiner.join([*parts, template.format(p="self.decode")])
 
 
 def _cel_gpus() -> str:
-    """The least number of GPUs that all pools need."""
+    """CEL for the least number of GPUs that all pools need."""
     encoder = f"(has(self.encoder) ? {_CEL_MINIMUM} * {{p}}.gpus : 0)".format(p="self.encoder")
     language = [
         f"{_CEL_MINIMUM} * {_CEL_REPLICA_GPUS}".format(p=f"self.{name}", e=f"self.engine.{name}")
@@ -122,7 +122,7 @@ def _windows_see_samples(s: MultimodalDeploymentSpec) -> bool:
 
 
 def _vllm(name: LanguagePool, s: MultimodalDeploymentSpec) -> VllmPoolSpec:
-    """Settings of vLLM in the pods of a pool: its defaults where the spec has none."""
+    """Settings of vLLM in the pods of a pool, or its defaults if the spec has none."""
     settings: VllmPoolSpec | None = getattr(s.engine, name)
     return settings or VllmPoolSpec()
 
@@ -456,7 +456,7 @@ class MultimodalDeploymentSpec(ApiModel, rules=SPEC):
 
     @property
     def local_encode_tokens(self) -> int:
-        """Of media, up to which they may be encoded where they are prefilled; 0: never."""
+        """Most tokens of media that are encoded where they are prefilled; 0: never."""
         return 0 if self.prefill is None else self.prefill.local_encode_tokens
 
     def replica_gpus(self, pool: PoolName) -> int:

@@ -238,13 +238,16 @@ class EngineSpec(ApiModel, rules=ENGINE):
 
     @property
     def step_seconds(self) -> float:
-        """How long a step of Native that computes prompts with media may take."""
+        """Time that a step of Native with media may take."""
         return (STEP_MILLISECONDS if self.step_milliseconds is None else self.step_milliseconds) / 1000
 
     def formats(self, *, prefills: bool) -> list[list[object]]:
-        """What of the pools' settings changes the meaning of KV, other than the defaults. `prefills`: whether there is a prefill pool."""
+        """Settings of the pools that change the meaning of KV, other than the defaults.
+
+        `prefills`: whether there is a prefill pool.
+        """
         pools = {"decode": self.decode, **({"prefill": self.prefill} if prefills else {})}
-        there = {name: pool for name, pool in pools.items() if pool is not None}
-        types = {(pool.quantization, pool.kv_cache_dtype) for pool in there.values()} - {(None, "Auto")}
-        found: list[list[object]] = [list(one) for one in sorted(types, key=str)]
-        return found + [[name, pool.extra_args] for name, pool in there.items() if pool.extra_args]
+        present = {name: pool for name, pool in pools.items() if pool is not None}
+        types = {(pool.quantization, pool.kv_cache_dtype) for pool in present.values()} - {(None, "Auto")}
+        formats: list[list[object]] = [list(pair) for pair in sorted(types, key=str)]
+        return formats + [[name, pool.extra_args] for name, pool in present.items() if pool.extra_args]

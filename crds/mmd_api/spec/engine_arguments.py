@@ -1,4 +1,7 @@
-"""Which of vLLM's command line arguments `extraArgs` may not name. Knows names only: vLLM's own parser checks the rest where it is installed."""
+"""Arguments of vLLM's command line that `extraArgs` may not name.
+
+Knows names only: vLLM's own parser checks the rest where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ HAVE_A_FIELD = (
     "speculative-config",
     "tensor-parallel-size",
 )
-"""What a field of the spec sets."""
+"""Arguments that a field of the spec sets."""
 
 OF_THE_OPERATOR = (
     "allowed-[a-z-]+",
@@ -101,7 +104,10 @@ OF_THE_OPERATOR = (
     "weight-transfer-config",
     "worker-[a-z-]+",
 )
-"""What the operator sets itself, or does in other processes: files, code, media, transfers, scheduling, processes and HTTP."""
+"""Arguments that the operator sets itself, or whose work other processes do.
+
+They are for files, code, media, transfers, scheduling, processes and HTTP.
+"""
 
 NOT_SERVED = (
     "cp-[a-z-]+",
@@ -114,11 +120,14 @@ NOT_SERVED = (
     "enable-elastic-ep",
     "prefill-context-parallel-size",
 )
-"""Processes that are more than the ranks of one replica."""
+"""Arguments for processes beyond the ranks of one replica."""
 
 
 def expression(names: Sequence[str]) -> str:
-    """A regular expression, the same for Python and CEL, that entries with one of these arguments match, also negated or with a dotted key."""
+    """A regular expression, the same for Python and CEL, for entries with one of these arguments.
+
+    It also matches arguments that are negated or have a dotted key.
+    """
     return f"^--(no-)?({'|'.join(names)})([.=]|$)"
 
 
@@ -128,6 +137,6 @@ def spelled(names: Sequence[str]) -> str:
 
 
 def none_of(names: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Whether no argument is one of these."""
-    found = re.compile(expression(names))
-    return not any(found.match(argument) for argument in arguments)
+    """Whether none of `arguments` has one of these names."""
+    pattern = re.compile(expression(names))
+    return not any(pattern.match(argument) for argument in arguments)

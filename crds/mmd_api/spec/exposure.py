@@ -42,7 +42,10 @@ def _parents_differ(route: HttpRouteSpec) -> bool:
 
 
 def _cel_same(field: str) -> str:
-    """That p and q have the same optional field. The API server finds no bound for the cost of comparing anything but the fields themselves."""
+    """CEL for p and q having the same optional field.
+
+    The API server finds a bound only for the cost of comparing the fields themselves.
+    """
     return f"(has(q.{field}) ? has(p.{field}) && q.{field} == p.{field} : !has(p.{field}))"
 
 

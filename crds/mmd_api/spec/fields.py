@@ -1,4 +1,4 @@
-"""Types of fields that several parts of the spec have."""
+"""Types of fields that several parts of the spec share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pydantic.types import JsonValue
 
 
 def keyed_by(field: str) -> dict[str, JsonValue]:
-    """Of the schema of a list whose entries have this key: `kubectl apply` merges them one by one, and none may stand there twice."""
+    """Entries in the schema of a list that is keyed by this field.
+
+    `kubectl apply` merges the list's entries one by one, and none may be there twice.
+    """
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
 
 
@@ -26,11 +29,11 @@ UNITS = {
     **{"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12},
     **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
 }
-"""Of a quantity, as its suffix has them."""
+"""Units of a quantity, by its suffix."""
 
 
 def amount_of(quantity: str) -> float:
-    """The number that a `Quantity` is."""
+    """The number that a `Quantity` stands for."""
     number = quantity.rstrip("mkKMGTi")
     return float(number) * UNITS[quantity[len(number) :]]
 

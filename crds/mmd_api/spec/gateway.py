@@ -15,7 +15,7 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pods import PodTemplate, Resources, Toleration
 
 LEAVE_SERVICE_SECONDS = 4
-"""A gateway that ends serves on for this long, until nodes have taken it out of the Service."""
+"""How long an ending gateway continues to serve, until nodes have taken it out of the Service."""
 
 
 TLS_CERTIFICATE, TLS_KEY = "tls.crt", "tls.key"
@@ -23,12 +23,12 @@ TLS_CERTIFICATE, TLS_KEY = "tls.crt", "tls.key"
 
 
 _LATE_AND_CLOSING_SECONDS = 11
-"""Of a gateway's grace period: for requests that still come over connections that clients keep, and for closing."""
+"""Part of a gateway's grace period for late requests over connections that clients keep, and for closing."""
 
 
 FILE_OVERHEAD_DIVISOR = 32
 FILES_PER_MEBIBYTE = 512
-"""Entries of files, and the headers of their chunks, that take a mebibyte at most."""
+"""Number of files whose entries, and the headers of their chunks, take at most a mebibyte."""
 
 
 class OidcSpec(ApiModel):
@@ -129,7 +129,10 @@ class FilesSpec(ApiModel, rules=FILES):
 
     @property
     def stored_mebibytes(self) -> int:
-        """What the NATS server sets aside for files: their bytes, what it adds to each chunk of them, and their entries."""
+        """Space that the NATS server sets aside for files.
+
+        It covers their bytes, what the server adds to each chunk of them, and their entries.
+        """
         return (
             self.max_mebibytes
             + -(-self.max_mebibytes // FILE_OVERHEAD_DIVISOR)
@@ -215,24 +218,30 @@ class GatewaySpec(ApiModel, rules=GATEWAY):
 
     @property
     def exposed_by(self) -> tuple[str, ...]:
-        """What leads clients outside the cluster to the gateway: kinds of objects, and the type of its Service."""
+        """Kinds of objects, and types of Service, that lead clients outside the cluster to the gateway."""
         kinds = {"HTTPRoute": self.http_route, "InferencePool": self.inference_pool, "Ingress": self.ingress}
         balanced = ("LoadBalancer",) if self.service.type == "LoadBalancer" else ()
-        return tuple(kind for kind, wanted in kinds.items() if wanted is not None) + balanced
+        return tuple(kind for kind, spec in kinds.items() if spec is not None) + balanced
 
     @property
     def grace_seconds(self) -> int:
-        """From the deletion of a pod to SIGKILL: a request of the last moment may take its whole deadline."""
+        """Time from the deletion of a pod to SIGKILL.
+
+        A request of the last moment may take its whole deadline.
+        """
         return gateway_grace_seconds(
             self.template.termination_grace_period_seconds, self.request_timeout_seconds
         )
 
     @property
     def drain_seconds(self) -> int:
-        """From SIGTERM, which comes when the pod has left the Service, to SIGKILL."""
+        """Time from SIGTERM, which comes when the pod has left the Service, to SIGKILL."""
         return self.grace_seconds - LEAVE_SERVICE_SECONDS
 
 
 def gateway_grace_seconds(configured: int, request_timeout: int) -> int:
-    """The grace period of gateways. A stream lives in its gateway and cannot move: the deadline of requests decides, not the pod template."""
+    """The grace period of gateways.
+
+    A stream lives in its gateway and cannot move, so the deadline of requests decides, not the pod template.
+    """
     return max(configured, request_timeout + LEAVE_SERVICE_SECONDS + _LATE_AND_CLOSING_SECONDS)

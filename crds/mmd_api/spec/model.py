@@ -54,11 +54,11 @@ class Located(Protocol):
 RELATIVE = ("./", "../")
 PATH = ("/", *RELATIVE)
 NO_HUB_ID = (*PATH, "builtin/")
-"""What ids begin with that are relative paths, paths, and no ids of the hub."""
+"""Beginnings of ids: of relative paths, of all paths, and of everything that is not an id of the hub."""
 
 
 def begins_with(name: str, prefixes: tuple[str, ...]) -> str:
-    """CEL: a string begins with one of these."""
+    """CEL for a string that begins with one of these prefixes."""
     return " || ".join(f"{name}.startsWith('{prefix}')" for prefix in prefixes)
 
 
@@ -66,7 +66,7 @@ REVISION_OF_HUB_ID_CEL = f"!has(self.revision) || !({begins_with('self.id', NO_H
 
 
 def revision_of_hub_id(named: Located) -> bool:
-    """Whether only an id of the hub has a revision."""
+    """Whether a revision is set only for an id of the hub."""
     return named.revision is None or named.source == "HubId"
 
 
@@ -346,12 +346,12 @@ class ModelSpec(ApiModel, rules=MODEL):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model in the API, the preferred one first. A path of the server is none."""
+        """Names of the model in the API, the preferred one first. A path of the server is not one of them."""
         return tuple(self.served_name) or (self.own_name,)
 
     @property
     def own_name(self) -> str:
-        """Name of the model where `served_name` gives it none."""
+        """Name of the model if `served_name` gives it none."""
         is_path = self.source in ("RelativePath", "AbsolutePath")
         return self.id.rstrip("/").rpartition("/")[2] if is_path else self.id
 

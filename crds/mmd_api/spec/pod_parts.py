@@ -1,7 +1,8 @@
-"""Parts of core/v1 pods that a template holds as they are, and what such a part may not do.
+"""Parts of core/v1 pods that a template holds unchanged, and what such a part may not do.
 
-The API server checks their fields when the operator applies them. Here is what it would accept and a deployment must not have: what
-replaces the operator's own parts, and what leaves the "restricted" Pod Security Standard.
+The API server checks their fields when the operator applies them. This module has what the API server would
+accept and a deployment must not have: parts that replace the operator's own, or that leave the "restricted"
+Pod Security Standard.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OWNED_CONTAINER_FIELDS = frozenset(
     }
     | {"restartPolicy", "restartPolicyRules", "stdin", "tty"}
 )
-"""Of the container of a gateway, a worker or NATS."""
+"""Fields of the container of a gateway, a worker or NATS."""
 MERGE_KEYS: Mapping[str, str] = {
     "containers": "name",
     "initContainers": "name",
@@ -54,7 +55,10 @@ MERGE_KEYS: Mapping[str, str] = {
     "resourceClaims": "name",
     "schedulingGates": "name",
 }
-"""By which field entries of a list of a pod are merged: `patchMergeKey` of the Kubernetes API. Other lists are replaced."""
+"""Field by which entries of a pod's list are merged: `patchMergeKey` of the Kubernetes API.
+
+Other lists are replaced.
+"""
 OBJECTS = frozenset(
     {
         "securityContext",
@@ -72,7 +76,7 @@ LISTS = frozenset({"add", "drop", "sysctls", "containers", "initContainers", "ep
 SCALARS = frozenset({"type", "role", "user", "procMount", "mountPath"})
 DIRECTIVE = "$patch"
 MAX_DEPTH = 24
-"""Of a patch: no pod is nested as deep."""
+"""Maximum depth of a patch: no pod is nested as deep."""
 RESTRICTED_VOLUMES = frozenset(
     {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim"}
     | {"projected", "secret"}
@@ -114,9 +118,11 @@ class MountPart(ApiModel):
 
 
 def under_reserved_mount(path: str) -> bool:
-    """Whether a mount would cover, or be in, a folder of the operator's."""
+    """Whether a mount would cover a folder of the operator's, or be in one."""
     whole = posixpath.normpath("/" + path.lstrip("/")).rstrip("/") + "/"
-    return any(whole.startswith(f"{own}/") or f"{own}/".startswith(whole) for own in RESERVED_MOUNTS)
+    return any(
+        whole.startswith(f"{reserved}/") or f"{reserved}/".startswith(whole) for reserved in RESERVED_MOUNTS
+    )
 
 
 def is_reserved_key(key: str) -> bool:
@@ -125,25 +131,27 @@ def is_reserved_key(key: str) -> bool:
 
 
 def entries(value: Any) -> list[Any]:
-    """A list, and nothing where there is none or something else, which the API server refuses."""
+    """A list as it is. Empty for anything else, which the API server refuses."""
     return value if isinstance(value, list) else []
 
 
 def objects(value: Any) -> list[Mapping[str, Any]]:
-    """The objects of a list."""
+    """The entries of a list that are objects."""
     return [item for item in entries(value) if isinstance(item, Mapping)]
 
 
 def part(value: Any, *path: str) -> Mapping[str, Any]:
-    """An object below another; an empty one where there is none."""
+    """An object below another. Empty if there is none."""
     for step in path:
         value = value.get(step) if isinstance(value, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
 def well_formed(value: Any) -> bool:
-    """Whether what the operator reads of a part of a pod has the kinds that core/v1 has there, and entries that are merged their keys.
-    The API server checks the rest."""
+    """Whether what the operator reads of a part of a pod has the types that core/v1 has there.
+
+    Entries of lists that are merged must have their keys. The API server checks the rest.
+    """
     if isinstance(value, list):
         return all(map(well_formed, value))
     if not isinstance(value, Mapping):
@@ -168,7 +176,10 @@ def _field_formed(key: str, value: Any) -> bool:
 
 
 def stays_restricted(pod: Mapping[str, Any]) -> bool:
-    """Whether a well formed part of a pod's spec sets nothing that the "restricted" standard forbids. What it leaves out is the operator's."""
+    """Whether a well-formed part of a pod's spec sets nothing that the "restricted" standard forbids.
+
+    What it leaves out is the operator's.
+    """
     if any(pod.get(field) for field in ("hostNetwork", "hostPID", "hostIPC")):
         return False
     if any(set(volume) - {"name", DIRECTIVE} - RESTRICTED_VOLUMES for volume in objects(pod.get("volumes"))):
@@ -225,7 +236,10 @@ def _names_host(hook: Mapping[str, Any]) -> bool:
 
 
 def keeps_what_is_owned(patch: Mapping[str, Any]) -> bool:
-    """Whether a patch of a pod template leaves alone what the operator owns: labels, variables, ports, commands, volumes, GPUs."""
+    """Whether a patch of a pod template leaves alone what the operator owns.
+
+    These are labels, variables, ports, commands, volumes and GPUs.
+    """
     if set(patch) - {"metadata", "spec"} or set(part(patch, "metadata")) - {"labels", "annotations"}:
         return False
     for kind in ("labels", "annotations"):
@@ -238,8 +252,8 @@ def keeps_what_is_owned(patch: Mapping[str, Any]) -> bool:
         return False
     if any(c.get("name") in RESERVED_CONTAINERS for c in objects(spec.get("initContainers"))):
         return False
-    own = (c for c in objects(spec.get("containers")) if c.get("name") in RESERVED_CONTAINERS)
-    return all(map(_container_kept, own))
+    owned = (c for c in objects(spec.get("containers")) if c.get("name") in RESERVED_CONTAINERS)
+    return all(map(_container_kept, owned))
 
 
 def _container_kept(container: Mapping[str, Any]) -> bool:
@@ -249,17 +263,20 @@ def _container_kept(container: Mapping[str, Any]) -> bool:
         return False
     if any(under_reserved_mount(str(m.get("mountPath", ""))) for m in objects(container.get("volumeMounts"))):
         return False
-    wanted = part(container, "resources")
-    return "claims" not in wanted and not any(
+    resources = part(container, "resources")
+    return "claims" not in resources and not any(
         name in ("cpu", "memory") or "gpu" in name or "/mig-" in name
         for kind in ("requests", "limits")
-        for name in part(wanted, kind)
+        for name in part(resources, kind)
     )
 
 
 def merges(patch: Mapping[str, Any]) -> bool:
-    """Whether a patch has the form that can be merged: objects and lists where pods have them, a merge key in every entry of a list that is
-    merged by it, no null, and no directive but `$patch: replace` or `$patch: delete` in such an entry."""
+    """Whether a patch has the form that can be merged.
+
+    It has objects and lists where pods have them, a merge key in every entry of a list that is merged by it,
+    no null, and no directive but `$patch: replace` or `$patch: delete` in such an entry.
+    """
     spec = part(patch, "spec")
     shaped = all(isinstance(patch.get(k, {}), dict) for k in ("metadata", "spec")) and all(
         isinstance(part(patch, "metadata").get(k, {}), dict) for k in ("labels", "annotations")

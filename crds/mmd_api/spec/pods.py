@@ -45,7 +45,7 @@ CORE_PARTS = (
     ("affinity", "affinity"),
     ("patch", "patch"),
 )
-"""Fields of a template that are as in core/v1, and their spelling."""
+"""Fields of a template that are as in core/v1, with their spelling in the resource."""
 
 
 def _toleration_value(t: Toleration) -> bool:
@@ -61,7 +61,10 @@ def _toleration_seconds(t: Toleration) -> bool:
 
 
 def without_reserved_keys(field: str) -> Rule:
-    """That no key of a map of the user's has a prefix of the operator's. `field`: of the model, the same in both spellings."""
+    """The rule that no key of a user's map has a prefix of the operator's.
+
+    `field`: the field of the model, which both spellings share.
+    """
     return Rule(
         field=field,
         cel=f"!self.{field}.exists(k, "
@@ -103,12 +106,12 @@ def _mounts_unique(t: PodTemplate) -> bool:
 
 
 def _fragment(field: str, t: PodTemplate) -> dict[str, Any]:
-    """What a field of a template becomes of a pod's spec."""
+    """The part of a pod's spec that a field of a template becomes."""
     value = t.model_dump(mode="json", by_alias=True, include={field}, exclude_none=True)
     content: Any = next(iter(value.values()), {})
     if field == "patch":
-        found = content.get("spec", {})
-        return found if isinstance(found, dict) else {}
+        spec = content.get("spec", {})
+        return spec if isinstance(spec, dict) else {}
     return {{"volumes": "volumes", "security_context": "securityContext"}.get(field, "containers"): content}
 
 
@@ -117,7 +120,7 @@ def _formed(field: str, t: PodTemplate) -> bool:
 
 
 def _restricted(field: str, t: PodTemplate) -> bool:
-    if t.pod_security == "Privileged" or not _formed(field, t):  # which has a rule of its own
+    if t.pod_security == "Privileged" or not _formed(field, t):  # its form has a rule of its own
         return True
     return stays_restricted(_fragment(field, t))
 
@@ -148,7 +151,10 @@ def _stays_restricted(field: str, spelled: str) -> Rule:
 
 
 def _reserved_names(field: str, spelled: str, names: tuple[str, ...]) -> tuple[Rule, ...]:
-    """Of a list whose entries have names. That none is there twice the schema already says."""
+    """Rules for a list whose entries have names.
+
+    The schema already states that none is there twice.
+    """
     return (
         Rule(
             field=spelled,

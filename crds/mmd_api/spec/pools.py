@@ -17,7 +17,7 @@ SCHEDULING_DEADLINE_SECONDS = 900
 
 
 START_DEADLINE_SECONDS = 600
-"""Long enough for an image pull, or for weights of some 100 GB from a disk; more of them need more."""
+"""Long enough for an image pull, or for weights of some 100 GB from a disk. Larger weights need more."""
 
 
 def _min_below_max(a: Autoscaling) -> bool:
@@ -176,19 +176,22 @@ class Pool(ApiModel, rules=POOL):
 
     @property
     def min_replicas(self) -> int:
-        """Minimum number of replicas, and without autoscaling the only one. Neither `replicas` nor `autoscaling` means one."""
+        """Minimum number of replicas; without autoscaling, the only number.
+
+        With neither `replicas` nor `autoscaling`, it is one.
+        """
         if self.autoscaling is not None:
             return self.autoscaling.min_replicas
         return 1 if self.replicas is None else self.replicas
 
     @property
     def grace_seconds(self) -> int:
-        """From the deletion of a pod to SIGKILL."""
+        """Time from the deletion of a pod to SIGKILL."""
         return self.template.termination_grace_period_seconds
 
     @property
     def drain_seconds(self) -> int:
-        """From SIGTERM to SIGKILL."""
+        """Time from SIGTERM to SIGKILL."""
         return self.grace_seconds
 
 

@@ -36,7 +36,7 @@ def _something_falls(tier: QualityTier) -> bool:
 
 
 def _of_pairs(condition: str) -> str:
-    """CEL that holds where `condition` does for each `one` of the tiers and the `other` that follows it."""
+    """CEL that holds if `condition` does for each tier, `one`, and the tier that follows it, `other`."""
     written = condition.replace("other.", "self.tiers[i + 1].").replace("one.", "self.tiers[i].")
     return f"{list(range(MAX_TIERS - 1))}.all(i, i + 1 >= self.tiers.size() || ({written}))"
 

@@ -1,4 +1,6 @@
-"""How changes of the spec reach pods: when that has failed, what happens then, and what is kept of earlier specs."""
+"""How changes of the spec reach pods, when a rollout has failed and what then happens, and which earlier
+specs are kept.
+"""
 
 from __future__ import annotations
 
