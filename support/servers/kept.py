@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.cluster.standin import eventually
+from support.harness.waiting import eventually
 
 USERS, STARTING, STARTED, LOG = "users.lock", "starting.lock", "started.json", "program.log"
 Facts = dict[str, Any]

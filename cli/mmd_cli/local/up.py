@@ -28,7 +28,7 @@ from mmd_api.spec.gateway import TLS_CERTIFICATE, TLS_KEY
 from mmd_api.tenants import parse_tenants
 from mmd_cli.errors import CommandError
 from mmd_cli.local import state
-from mmd_cli.local.engines import engine_faults, interpreter_for
+from mmd_cli.local.engines import Interpreter, engine_faults, interpreter_for
 from mmd_cli.local.follow import FileFollower
 from mmd_cli.local.forkserver import ForkServers
 from mmd_cli.local.located import located
@@ -216,7 +216,7 @@ async def _started(nats: NatsServer) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _supervising(
-    log_line: Callable[[str, str], None], interpreter: str, shared_servers: ForkServers | None
+    log_line: Callable[[str, str], None], interpreter: Interpreter, shared_servers: ForkServers | None
 ) -> AsyncIterator[Supervisor]:
     """Yield a supervisor. After the block, all its processes have ended.
 

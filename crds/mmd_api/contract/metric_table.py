@@ -2,7 +2,7 @@
 read.
 
 Independent of the metrics: names are declared in `mmd_workers/observe/metrics.py` and
-`mmd_operator/metrics.py`. Queries are PromQL, so they spell names as text; `tests/observe/test_catalogue.py`
+`mmd_operator/kube/metrics.py`. Queries are PromQL, so they spell names as text; `tests/observe/test_catalogue.py`
 fails for one that no process serves. Only processes that serve metrics import this module: prometheus-client
 comes with their extras.
 """
