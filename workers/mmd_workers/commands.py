@@ -1,6 +1,6 @@
-"""`mmd worker`, `mmd gateway` and `mmd fetch-weights`, the commands that run in pods.
+"""The commands that run in pods: `mmd worker`, `mmd gateway` and `mmd fetch-weights`.
 
-What takes long to import is imported when they run.
+Each command imports its slow dependencies only when it runs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def worker(
         from mmd_workers.process.settings import WorkerSettings
         from mmd_workers.worker import run
 
-    chosen = roles.split(",")
-    if pool not in POOL_NAMES or not set(chosen) <= set(ROLES):
+    role_names = roles.split(",")
+    if pool not in POOL_NAMES or not set(role_names) <= set(ROLES):
         raise typer.BadParameter(
             f"--pool {pool} --roles {roles}: invalid; see --help for the accepted values"
         )
-    run(WorkerSettings.from_environment(), pool, cast("tuple[Role, ...]", tuple(chosen)))
+    run(WorkerSettings.from_environment(), pool, cast("tuple[Role, ...]", tuple(role_names)))
 
 
 def gateway() -> None:
@@ -62,6 +62,9 @@ def fetch_weights(
 
 
 def _exit_on_sigterm() -> None:
-    """Exit on SIGTERM until the event loop installs its own handler: Linux does not deliver the signal to a container's first
-    process without one, and a pod deleted during its start would go on, and serve, until its grace period ends."""
+    """Exit on SIGTERM until the event loop installs its own handler.
+
+    Linux does not deliver the signal to a container's first process without a handler: a pod deleted during its start would
+    go on, and serve, until its grace period ends.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""A worker process: connects, takes the roles of its pod and what they share from start to end, and drains when asked to go."""
+"""A worker process: connects to the bus, runs the parts of its pod from start to end, and drains when asked to stop."""
 
 from __future__ import annotations
 
@@ -54,17 +54,16 @@ log = logging.getLogger(__name__)
 SAMPLE_SECONDS = 0.25
 DRAIN_CHECK_SECONDS = 0.05
 ANNOTATIONS_SECONDS = 1.0
-SURRENDER_SECONDS = 5.0  # for each step of a process that has failed
+SURRENDER_SECONDS = 5.0  # limit for each step by which a failed process gives up its work
 SWITCH_SECONDS = 0.0005
-"""How long a thread keeps the interpreter when another wants it. Towers and engine steps give it up around every operation; with Python's own 5 ms
-each such wait would be as long as a third of a step."""
-BLOCKING_THREADS = (
-    64  # KV links wait in threads: one that waits for a lost peer must not keep others from theirs
-)
+"""How long a thread keeps the interpreter while another waits for it. Towers and engine steps release it around every operation; with
+Python's default of 5 ms, each wait to get it back would take a third of a step."""
+# KV links block threads: a link that waits for a lost peer must not keep others from running.
+BLOCKING_THREADS = 64
 
 
 def parts_of(pod: Pod, device: torch.device) -> list[Part]:
-    """The roles of a pod and what they share, each after those that it builds on."""
+    """The parts of a pod in order of dependency: each comes after the parts it builds on."""
     parts: list[Part] = [FeatureReports(pod)] if "encode" in pod.roles or "prefill" in pod.roles else []
     encoder = EncoderRole(pod, device) if "encode" in pod.roles or pod.encodes_small_media else None
     if encoder is not None:
@@ -89,7 +88,7 @@ def parts_of(pod: Pod, device: torch.device) -> list[Part]:
 
 
 def engine_host(pod: Pod, device: torch.device, encoder: EncoderRole | None) -> EngineHost:
-    """The engine that the spec names; what only vLLM needs is imported where it is wanted."""
+    """The host of the engine named in the spec; vLLM's dependencies are imported only for vLLM."""
 
     def tower_bytes() -> int:
         return encoder.tower_bytes if encoder is not None else 0
@@ -111,7 +110,7 @@ class Worker:
         self.stopping = self.pod.tasks.stopping
         self._parts: list[Part] = []
         self._heartbeats: Heartbeater | None = None
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -122,8 +121,8 @@ class Worker:
             MmdError: the model cannot be served here; the message has the reason.
         """
         loop, pod = asyncio.get_running_loop(), self.pod
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stopping.set)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self.stopping.set)
         loop.set_default_executor(ThreadPoolExecutor(BLOCKING_THREADS, thread_name_prefix="blocking"))
         status = await self._start_status_server()
         heartbeats = await self._connect()
@@ -133,7 +132,7 @@ class Worker:
                 await self._join()
                 self.state = "ready"
                 await heartbeats.announce()
-                roles, seconds = "+".join(pod.roles), time.monotonic() - self._begun
+                roles, seconds = "+".join(pod.roles), time.monotonic() - self._started_at
                 log.info("ready as %s after %.1f s (%s)", roles, seconds, pod.startup)
             drain_request = pod.tasks.spawn(self._drain_requested(), "drain-requested")
             stopped = asyncio.create_task(self.stopping.wait(), name="stopping")
@@ -166,7 +165,7 @@ class Worker:
         return status
 
     async def _connect(self) -> Heartbeater:
-        """Join the bus, follow the settings and the peers, and report to them."""
+        """Connect to the bus, follow live settings and peers, and start heartbeats."""
         pod, settings, pipeline = self.pod, self.settings, self.settings.pipeline
         with pod.startup.phase("connect"):
             pod.bus = await Bus.connect(
@@ -191,21 +190,21 @@ class Worker:
         return heartbeats
 
     def _reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
-        """Take settings that changed while this process runs."""
+        """Apply settings that changed while this process runs."""
         self.pod.spec = spec
         set_level(spec.observability.log_level)
         for part in self._parts:
             part.reconfigure(spec)
 
     async def _load(self) -> None:
-        """Load what the roles need, and nothing else."""
+        """Load only the weights that these roles need."""
         torch.set_num_threads(self.settings.compute_threads)
         self._parts = parts_of(self.pod, chosen_device(self.settings.gpus, self.pod.pool))
         for part in self._parts:
             await part.load_weights()
 
     async def _join(self) -> None:
-        """Make and warm up what computes, then take work: no work is accepted before it can run."""
+        """Start and warm up the parts, then accept work: none is accepted before it can run."""
         for part in self._parts:
             await part.start()
         messages = partial(asyncio.to_thread, codec.warm_up, MESSAGES)
@@ -220,7 +219,7 @@ class Worker:
             await part.connect()
 
     async def _sample(self) -> None:
-        """Keep the figures fresh that heartbeats and scrapes read."""
+        """Refresh the figures that heartbeats and scrapes read, until cancelled."""
         while True:
             for part in self._parts:
                 await part.sample()
@@ -229,7 +228,7 @@ class Worker:
     # --- report ---------------------------------------------------------------------------------------------------
 
     def heartbeat(self) -> Heartbeat:
-        """The state of this pod now."""
+        """The current state of this pod."""
         pod, settings = self.pod, self.settings
         for state in get_args(WorkerState):
             pod.metrics.pod_state.labels(state).set(state == self.state)
@@ -256,11 +255,11 @@ class Worker:
         )
 
     def _described(self) -> dict[str, Any]:
-        """This pod's state and how it started, for `/state`."""
+        """This pod's state and the durations of its startup phases, for `/state`."""
         return asdict(self.heartbeat()) | {"startup_seconds": self.pod.startup.seconds()}
 
     def _progress(self) -> dict[str, Progress]:
-        """What must move for this process to count as alive."""
+        """The progress checks that decide whether this process counts as alive."""
         checks: dict[str, Progress] = {}
         for part in self._parts:
             checks |= part.progress()
@@ -276,13 +275,13 @@ class Worker:
     # --- end ------------------------------------------------------------------------------------------------------
 
     async def _drain_requested(self) -> None:
-        """Return once the pod is annotated with a drain request; Kubernetes shows annotations in a file."""
+        """Return once the pod has a drain annotation; Kubernetes exposes annotations in a file."""
         file = Path(self.settings.annotations)
         while not self.settings.annotations or not await asyncio.to_thread(_has_drain_annotation, file):
             await asyncio.sleep(ANNOTATIONS_SECONDS)
 
     async def _drain(self) -> None:
-        """Take no more work, finish what is held, give back what cannot be finished in the grace period."""
+        """Accept no more work, finish the work in progress, and give back the rest at the end of the grace period."""
         grace = self.pod.drain_seconds
         log.info("draining for at most %.0f s", grace)
         for part in self._parts:
@@ -295,14 +294,14 @@ class Worker:
         self.state = "drained"
 
     async def _surrender(self) -> None:
-        """This process has failed: accept nothing, and hand its work to other pods now instead of at a timeout."""
+        """Give up after a failure: accept nothing, and hand the work to other pods now instead of at a timeout."""
         for part in self._parts:
             part.drain()
         for part in self._parts:
             await part.surrender()
-        failed = PeerLostError(f"{self.settings.pod} failed; the rest is generated on another pod")
+        failure = PeerLostError(f"{self.settings.pod} failed; the rest is generated on another pod")
         for part in self._parts:
-            await part.give_back(failed)
+            await part.give_back(failure)
         self.state = "drained"
 
     async def _close(self, heartbeats: Heartbeater) -> None:
@@ -317,18 +316,18 @@ def _has_drain_annotation(file: Path) -> bool:
     try:
         return any(line.startswith(f"{DRAIN_ANNOTATION}=") for line in file.read_text().splitlines())
     except OSError:
-        return False  # being replaced, or not there yet
+        return False  # the file is being replaced or does not exist yet
 
 
 def _process(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> Worker | FollowerProcess:
-    """What this pod does: serve, or, in a group of pods, compute for the one that serves."""
+    """The process of this pod: a worker that serves, or a follower that computes for its group's leader."""
     if settings.group is not None and settings.group.rank > 0:
         return FollowerProcess(settings, pool, roles)
     return Worker(settings, pool, roles)
 
 
 def run(settings: WorkerSettings, pool: PoolName, roles: tuple[Role, ...]) -> None:
-    """Run a worker until it is asked to stop; the exit code shows whether it ended well."""
+    """Run a worker until it is asked to stop; the exit code shows whether it ended cleanly."""
     configure(settings.pod, settings.pipeline.spec.observability.log_level.upper())
     sys.setswitchinterval(SWITCH_SECONDS)
     try:

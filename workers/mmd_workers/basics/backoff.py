@@ -1,4 +1,4 @@
-"""Pauses between two tries of the same thing. Independent of what is tried and of the clock."""
+"""Pauses between two tries of the same thing. Independent of the thing and of the clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import random
 
 
 class Backoff:
-    """Each pause may be twice as long as the one before, up to the longest; half of it is random, so that callers that failed
-    together do not retry together.
+    """Growing, partly random pauses.
+
+    Each pause may be twice as long as the one before, up to the longest. Half of it is random, so that callers that failed together do
+    not retry together.
     """
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:

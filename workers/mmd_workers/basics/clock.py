@@ -1,4 +1,4 @@
-"""Time as an argument: what waits takes a `Clock`, so that a test decides when time passes."""
+"""Time as an argument: code that waits takes a `Clock`, so that a test decides when time passes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Clock(Protocol):
         ...
 
     def unix(self) -> float:
-        """Unix seconds, as deadlines have them that other pods read too. May be set back."""
+        """Unix seconds, as in deadlines that other pods read too. May be set back."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Return after so many seconds."""
+        """Return after this many seconds."""
         ...
 
     def timeout(self, seconds: float) -> AbstractAsyncContextManager[object]:
-        """As `asyncio.timeout`: the block ends with `TimeoutError` after so many seconds."""
+        """Like `asyncio.timeout`: the block ends with `TimeoutError` after this many seconds."""
         ...
 
 
@@ -40,11 +40,11 @@ class SystemClock:
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
-        """Let other tasks of the event loop run meanwhile."""
+        """Sleep, and let other tasks of the event loop run meanwhile."""
         await asyncio.sleep(seconds)
 
     def timeout(self, seconds: float) -> AbstractAsyncContextManager[object]:
-        """Seconds of the event loop."""
+        """A timeout in seconds of the event loop."""
         return asyncio.timeout(seconds)
 
 

@@ -1,6 +1,6 @@
-"""What an exception reports about the accelerator, and how a failing batch is split until only its culprit fails.
+"""Finds out from an exception whether the accelerator is lost, and splits a failing batch until only its culprit fails.
 
-Knows torch, no model and no network.
+Knows torch, but no model and no network.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def chosen_device(gpus: int, pool: PoolName) -> torch.device:
-    """The accelerator, where there is one. `gpus`: how many Kubernetes gave this pod.
+    """The accelerator if there is one, otherwise the CPU. `gpus`: number of GPUs that Kubernetes gave this pod.
 
     Raises:
-        DeviceLostError: none of them works: the pod must not serve from its CPU instead.
+        DeviceLostError: none of the GPUs works: the pod must not serve from its CPU instead.
     """
     if torch.cuda.is_available():
         return torch.device("cuda")
@@ -41,7 +41,7 @@ def check_device(error: BaseException, device: torch.device) -> None:
     """Find out whether `error` leaves the device usable. Most CUDA errors do not: after an illegal access every later call fails.
 
     Raises:
-        DeviceLostError: it does not; only a new process can use the device again.
+        DeviceLostError: the device is not usable; only a new process can use it again.
     """
     if isinstance(error, DeviceLostError):
         raise error
@@ -57,8 +57,8 @@ def check_device(error: BaseException, device: torch.device) -> None:
         torch.ones(1, device=device).add_(1).item()
     except torch.OutOfMemoryError:
         return
-    except RuntimeError as again:
-        raise _lost(device, reason or _first_line(again)) from error
+    except RuntimeError as probe_error:
+        raise _lost(device, reason or _first_line(probe_error)) from error
 
 
 def _lost(device: torch.device, reason: str) -> DeviceLostError:
@@ -78,7 +78,7 @@ def run_isolating(
     device: torch.device,
     expected: tuple[type[Exception], ...] = (Exception,),
 ) -> list[Result | Exception]:
-    """`run(items)`; if it raises one of `expected`, run each half, down to single items, whose error is their result.
+    """Call `run(items)`; if it raises one of `expected`, run each half, down to single items, whose error is their result.
 
     So a batch that is too large for the memory runs in parts, and an item that breaks the model fails alone. At most
     2 · items - 1 runs.

@@ -1,4 +1,4 @@
-"""How a pod's memory is divided: weights, activations, and the KV pool as a share of what is left. Independent of the model and the network."""
+"""Divides a pod's memory into weights, activations, and a KV pool with a share of the rest. Independent of the model and the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmd_api.contract.errors import MemoryBudgetError
 MEBIBYTE = 2**20
 GPU_PERCENT = 90
 CPU_PERCENT = 50
-"""On a CPU features, media and the process itself live in the same memory."""
+"""On a CPU, features, media and the process itself live in the same memory."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -24,13 +24,13 @@ class MemoryBudget:
     total_bytes: int
     used_bytes: int
     activation_bytes: int
-    percent: int  # of what is left, for the KV pool
+    percent: int  # share of the rest for the KV pool
     override_bytes: int | None = None  # spec.<pool>.kvCacheMebibytes
     tower_bytes: int = 0  # activations of the largest tower run, which may coincide with the largest step
 
     @property
     def left_bytes(self) -> int:
-        """What weights and activations leave."""
+        """Bytes that weights and activations leave."""
         return max(0, self.total_bytes - self.used_bytes - self.activation_bytes - self.tower_bytes)
 
     def kv_bytes(
@@ -39,7 +39,7 @@ class MemoryBudget:
         """Size of the KV pool: the override, or the share, but no more than `max_sequences` requests of full length can use.
 
         Raises:
-            MemoryBudgetError: it does not hold one request of `max_model_len` tokens.
+            MemoryBudgetError: the pool does not hold one request of `max_model_len` tokens.
         """
         block_bytes = bytes_per_token * block_tokens
         needed = -(-max_model_len // block_tokens) * block_bytes
@@ -70,25 +70,25 @@ def _mebibytes(num_bytes: int) -> str:
 
 
 def default_percent(device: torch.device) -> int:
-    """The KV pool's share where spec.<pool>.kvCachePercent is not set."""
+    """The KV pool's share if spec.<pool>.kvCachePercent is not set."""
     return CPU_PERCENT if device.type == "cpu" else GPU_PERCENT
 
 
 def measure(device: torch.device, fraction: float) -> tuple[int, int]:
     """(total, used) bytes of the memory that this process may use; `fraction` of it if others share the machine.
 
-    On a CPU: the container's limit; without one half of what the machine has available, since others count on it too.
+    On a CPU, the total is the container's limit; without a limit, half of the machine's available memory, since others count on it too.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         if fraction < 1:
             return int(total * fraction), torch.cuda.memory_reserved(device)
         return total, total - free
-    own = resident_bytes()
+    resident = resident_bytes()
     limit, machine = container_limit(), _meminfo("MemTotal")
     if limit is None or limit >= machine:
-        limit = (_meminfo("MemAvailable") + own) // 2
-    return int(limit * fraction), own
+        limit = (_meminfo("MemAvailable") + resident) // 2
+    return int(limit * fraction), resident
 
 
 def container_limit() -> int | None:
@@ -104,7 +104,7 @@ def container_limit() -> int | None:
 
 
 def host_bytes() -> int:
-    """Memory of this container, or of the machine where it has no limit."""
+    """Memory of this container, or of the machine if the container has no limit."""
     machine = _meminfo("MemTotal")
     return min(container_limit() or machine, machine)
 

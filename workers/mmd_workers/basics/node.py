@@ -1,4 +1,4 @@
-"""Which machine this process runs on, without asking Kubernetes: all pods of a machine share its kernel, and the kernel its boot id."""
+"""Names the machine of this process without asking Kubernetes: all pods of a machine share its kernel, and so its boot id."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node_of(boot_id: Path = BOOT_ID) -> str:
-    """The same short name in every process of one machine, another on every other; empty where the kernel has no boot id."""
+    """A short name, the same in all processes of one machine and different elsewhere; empty if the kernel has no boot id."""
     try:
         return hashlib.sha256(boot_id.read_bytes().strip()).hexdigest()[:12]
     except OSError:

@@ -1,6 +1,6 @@
-"""Rows of KV in 8 or 4 bits: the codes of one head of one token, then their scale, and in 4 bits the centre of its values. Pure.
+"""Rows of KV in 8 or 4 bits: the codes of one head of one token, their scale and, in 4 bits, their centre. Pure.
 
-What a row becomes depends on itself alone, so it is the same however a prompt is cut. A row with a value that is not finite is NaN as a whole.
+A packed row depends on its own values alone, so it is the same however a prompt is cut. A row with a value that is not finite becomes all NaN.
 `engine/cpu/packed.h` computes the same bytes.
 """
 
@@ -16,14 +16,14 @@ _LARGEST_CENTRE = torch.finfo(torch.bfloat16).max
 
 
 def row_bytes(head_dim: int, wire_format: KvWireFormat) -> int:
-    """Bytes of one head of one token: its codes, then its scale, and in 4 bits the centre of its values."""
+    """Bytes of one head of one token: its codes, its scale and, in 4 bits, the centre of its values."""
     if wire_format == "Int4":
         return (head_dim + 1) // 2 + 2 * _SCALE_BYTES
     return head_dim + _SCALE_BYTES
 
 
 def values_of(num_bytes: int) -> int:
-    """How many values a row of so many bytes has, in 8 bits."""
+    """The number of values in an 8-bit row of this many bytes."""
     return num_bytes - _SCALE_BYTES
 
 
@@ -50,18 +50,18 @@ def pack(tensor: torch.Tensor, rows: torch.Tensor, wire_format: KvWireFormat) ->
 
 
 def _scale(reach: torch.Tensor, largest: float) -> torch.Tensor:
-    """The least bfloat16 with which codes to `largest` reach so far; NaN where that is not finite."""
-    wanted = torch.where(reach.isfinite(), reach / largest, torch.nan)
-    return (wanted.view(torch.int32) + 0xFFFF).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+    """The least bfloat16 with which codes up to `largest` cover `reach`; NaN if `reach` is not finite."""
+    exact = torch.where(reach.isfinite(), reach / largest, torch.nan)
+    return (exact.view(torch.int32) + 0xFFFF).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
 def _codes(values: torch.Tensor, scale: torch.Tensor, largest: float) -> torch.Tensor:
-    """Values in units of their scale, 0 where there is none."""
+    """Values in units of their scale; 0 if there is no scale."""
     return values.div(scale.float()).nan_to_num_(nan=0.0).clamp_(-largest, largest)
 
 
 def unpack(rows: torch.Tensor, head_dim: int, dtype: torch.dtype, wire_format: KvWireFormat) -> torch.Tensor:
-    """Values [..., head_dim] of what `pack` wrote."""
+    """Values [..., head_dim] from rows that `pack` wrote."""
     scale = _aligned(rows[..., -_SCALE_BYTES:]).view(torch.bfloat16).float()
     if wire_format == "Int4":
         codes = rows[..., : -2 * _SCALE_BYTES]
@@ -71,10 +71,10 @@ def unpack(rows: torch.Tensor, head_dim: int, dtype: torch.dtype, wire_format: K
     else:
         code = torch.float8_e4m3fn if wire_format == "Fp8" else torch.int8
         values = rows[..., :-_SCALE_BYTES].view(code).float().mul_(scale)
-    most = torch.finfo(dtype).max  # half a step beyond the largest value may be beyond the type
-    return values.clamp_(-most, most).to(dtype)
+    largest = torch.finfo(dtype).max  # half a step beyond the largest value may be beyond the type
+    return values.clamp_(-largest, largest).to(dtype)
 
 
 def _aligned(columns: torch.Tensor) -> torch.Tensor:
-    """A copy that can be viewed as another type: `contiguous` keeps an empty tensor where it is."""
+    """A copy that can be viewed as another type: `contiguous` does not move an empty tensor."""
     return columns.clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""What pods have in their caches, KV blocks and features by identity: reported by those that have it, indexed by those that choose pods."""
+"""Reports and indexes of the pods' caches: KV blocks and features by identity, reported by their holders and indexed by choosers of pods."""

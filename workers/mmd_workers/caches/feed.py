@@ -1,6 +1,6 @@
 """Keeps an index of caches up to date: takes the reports of pods, and asks a pod for everything after a gap.
 
-A gap shows in the numbers of reports or, where the last ones were lost, in a pod's heartbeats: they name its newest report.
+A gap shows in the numbers of reports or, if the last ones were lost, in a pod's heartbeats: they name its newest report.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mmd_workers.wire.peers import PeerDirectory, PeerEvent
 
 CHECK_SECONDS = 0.5
 REPLY_SECONDS = 1.0
-ASK_AGAIN_SECONDS = 3.0  # for a pod to have reported everything
+ASK_AGAIN_SECONDS = 3.0  # time for a pod to report everything before it is asked again
 ASKED_AT_ONCE = 64
 
 _log = logging.getLogger(__name__)
 
 
 class CacheFeed:
-    """Joins bus, directory and index."""
+    """Joins the bus, the directory and the index."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CacheFeed:
         *,
         encoders_only: bool = False,
     ) -> None:
-        """`by`: the pod that follows. `encoders_only`: encoder pods, and no others."""
+        """`by`: name of the pod that follows. `encoders_only`: follow encoder pods and no others."""
         self._bus = bus
         self._directory = directory
         self._index = index
@@ -52,10 +52,9 @@ class CacheFeed:
         self._encoders_only = encoders_only
         self._remedy = "" if encoders_only else "; raise spec.gateway.resources.memory"
         self._log = RateLimitedLog(_log)
-        self._due: dict[
-            str, tuple[str, int]
-        ] = {}  # by pod: incarnation and report of its heartbeat a check ago
-        self._asked: dict[str, float] = {}  # by pod: when (time.monotonic)
+        # By pod: incarnation and newest report in its heartbeat at the previous check.
+        self._due: dict[str, tuple[str, int]] = {}
+        self._asked_at: dict[str, float] = {}  # by pod: when (time.monotonic)
         self._subscription: Subscription | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -80,17 +79,17 @@ class CacheFeed:
         if beat is not None and not self._follows(beat):
             return
         self._index.take(report)
-        await asyncio.sleep(0)  # others have their turn between two reports
+        await asyncio.sleep(0)  # other tasks have their turn between two reports
 
     def _on_peer(self, event: PeerEvent) -> None:
         if event.kind in ("lost", "reborn"):
             pod = event.heartbeat.pod
             self._index.forget(pod)
-            for table in (self._due, self._asked):
+            for table in (self._due, self._asked_at):
                 table.pop(pod, None)
 
     async def _check_for_ever(self) -> None:
-        self._due = self._reported(self._pods())  # before it listened: those are not on the wire
+        self._due = self._reported(self._pods())  # reports from before it listened are not on the wire
         while True:
             try:
                 await self._check()
@@ -101,7 +100,7 @@ class CacheFeed:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def _check(self) -> None:
-        """Ask the pods whose reports of a check ago have not all come, and those of which more fits in than there is."""
+        """Ask pods whose reports up to the previous check have not all come, and pods of which more entries fit in now."""
         while self._index.tidy():
             await asyncio.sleep(0)
         self._show()
@@ -113,24 +112,24 @@ class CacheFeed:
             if (due := self._due.get(beat.pod)) is not None
             and due[0] == beat.incarnation
             and (not self._index.follows(beat.pod, *due) or self._index.has_room_again(beat.pod))
-            and now - self._asked.get(beat.pod, -ASK_AGAIN_SECONDS) >= ASK_AGAIN_SECONDS
+            and now - self._asked_at.get(beat.pod, -ASK_AGAIN_SECONDS) >= ASK_AGAIN_SECONDS
         ]
         self._due = self._reported(beats)
         for name in self._index.pods:
-            if name not in self._due:  # it is lost, and this report of it came late
+            if name not in self._due:  # the pod is lost, and this report of it came late
                 self._index.forget(name)
         if behind and self._bus.is_connected:
             await asyncio.gather(*map(self._ask, behind[:ASKED_AT_ONCE]))
 
     def _pods(self) -> list[Heartbeat]:
-        """Those that are followed."""
+        """The newest heartbeats of the pods that are followed."""
         return [beat for beat in self._directory.pods(state=None) if self._follows(beat)]
 
     def _follows(self, beat: Heartbeat) -> bool:
         return not self._encoders_only or beat.roles == ["encode"]
 
     def _reported(self, beats: Sequence[Heartbeat]) -> dict[str, tuple[str, int]]:
-        """How far each pod had reported by its newest heartbeat, by pod."""
+        """By pod: its incarnation and the number of its newest report, from its heartbeat."""
         return {beat.pod: (beat.incarnation, self._kind.number(beat)) for beat in beats}
 
     def _show(self) -> None:
@@ -148,12 +147,12 @@ class CacheFeed:
             )
 
     async def _ask(self, beat: Heartbeat) -> None:
-        self._asked[beat.pod] = time.monotonic()
+        self._asked_at[beat.pod] = time.monotonic()
         self._metrics.prefix_snapshots.labels(self._kind.label).inc()
-        wanted = CacheWanted(self._by, beat.incarnation)
+        request = CacheWanted(self._by, beat.incarnation)
         try:
             subject = self._kind.wanted(self._bus.subjects, beat.pod)
-            await self._bus.request(subject, wanted, Acknowledged, timeout=REPLY_SECONDS)
+            await self._bus.request(subject, request, Acknowledged, timeout=REPLY_SECONDS)
         except MmdError as error:
             self._log.warning(
                 "ask",

@@ -1,8 +1,8 @@
-"""Which pods have the KV of a prompt's first blocks in their prefix cache. Pure: reports of pods come in as arguments.
+"""An index of the pods that have the KV of a prompt's first blocks in their prefix cache. Pure: reports of pods are arguments.
 
-For each identity of a block one integer has a bit for each pod that has it, so a prompt is looked up for all pods at once. Blocks that come
-or go together share the integer, so most of a prompt's blocks are passed over without a look at its bits. What is kept is bounded, for each
-pod and in all.
+For each identity of a block, one integer has a bit for each pod that has the block, so a prompt is looked up for all pods at once. Blocks
+that come or go together share the integer, so most of a prompt's blocks are passed over without a look at the bits. The number of entries is
+bounded, for each pod and in all.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ Prefix = Mapping[int, Iterable[bytes]]
 NOWHERE = 0
 """The slot of pods that have reported nothing."""
 MOST_IN_ALL = 1 << 22  # 1 GiB
-BYTES_PER_BLOCK = 256  # of a block of a pod, at most
+BYTES_PER_BLOCK = 256  # upper bound for a block of a pod
 MOST_AT_ONCE = 4096  # blocks that are removed without a pause: about 2 ms
-FEW = 16  # pods that drop out at one block of a prompt and are looked at one by one
+FEW = 16  # up to this many pods that drop out at one block of a prompt are looked at one by one
 
 
 @dataclass(slots=True)
 class _Pod:
-    """What one incarnation has reported. `number`: of its newest report. `known`: none up to that one is missing. `pending`: it reports
-    everything again, and `stale` is what it had and has not reported again yet; not `pending`: `stale` is to be removed. `cut`: blocks
-    that it has reported are left out. `gone`: all of it is to be removed.
+    """The reports of one incarnation of a pod.
+
+    `number`: number of the newest report. `known`: no report up to that one is missing. `pending`: the pod reports everything again, and
+    `stale` has the blocks that it had and has not reported again yet; not `pending`: `stale` is to be removed. `cut`: blocks that it has
+    reported are left out. `gone`: all of its blocks are to be removed.
     """
 
     incarnation: str
@@ -51,42 +53,42 @@ class _Pod:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Blocks of one size: for each identity the pods that have it, as bits of their slots."""
+    """Blocks of one size: for each identity, the pods that have the block, as bits of their slots."""
 
     pods_with: dict[bytes, int] = field(default_factory=dict)
     pods: int = 0
 
 
 class CacheIndex:
-    """Every pod has a slot, a small number; the slot of a pod that has gone is given to another.
+    """An index of cached blocks. Every pod has a slot, a small number; the slot of a pod that has gone is given to another.
 
-    No call takes long: what a pod no longer has, or has no room for, is removed by `tidy`, a part at a time.
+    No call takes long: `tidy` removes the blocks that a pod no longer has, or has no room for, a part at a time.
     """
 
     def __init__(self, most_blocks: int = MOST_REPORTED, most_in_all: int = MOST_IN_ALL) -> None:
-        """`most_blocks`: of one pod. `most_in_all`: of all pods, each counted for every pod that has it; all pods have the same share of
-        it. What a pod reports beyond is left out.
+        """`most_blocks`: limit of one pod. `most_in_all`: limit of all pods, a block counted for every pod that has it; all pods have the
+        same share of it. Blocks that a pod reports beyond these limits are left out.
         """
         self.most_in_all = most_in_all
-        self._most = most_blocks
+        self._most_blocks = most_blocks
         self._total = 0
         self._pods: dict[str, _Pod] = {}
-        self._untidy: deque[_Pod] = deque()  # those that may hold what is to be removed
+        self._untidy: deque[_Pod] = deque()  # pods that may hold blocks to be removed
         self._sizes: dict[int, _Blocks] = {}
         self._free_slots: list[int] = []
         self._num_slots = 1
-        self.version = 0  # moves when a slot gets or loses its pod
+        self.version = 0  # changes when a slot gets or loses its pod
 
     # --- reports --------------------------------------------------------------------------------------------------
 
     def take(self, report: CacheReport) -> None:
-        """Take a report in. After a gap, what is known of a pod may be wrong until it has reported everything again."""
+        """Take in a report. After a gap, the entries of a pod may be wrong until it has reported everything again."""
         pod = self._pods.get(report.pod)
         if report.block_tokens < 1 or (pod is None and len(self._pods) >= MAX_PODS):
             return
         begins = report.begins or report.number == 1
         if pod is not None and pod.incarnation == report.incarnation and report.number <= pod.number:
-            return  # an old one, late on the wire
+            return  # an old report, late on the wire
         if pod is None or (pod.incarnation, pod.block_tokens) != (report.incarnation, report.block_tokens):
             self.forget(report.pod)
             pod = self._pods[report.pod] = _Pod(report.incarnation, self._take_slot(), report.block_tokens)
@@ -107,14 +109,14 @@ class CacheIndex:
             self._untidy.append(pod)
 
     def forget(self, name: str) -> None:
-        """A pod is gone, with all that it had."""
+        """Forget a pod that is gone, with all its blocks."""
         if (pod := self._pods.pop(name, None)) is not None:
             pod.gone = True
             self._untidy.append(pod)
             self.version += 1
 
     def tidy(self, most: int = MOST_AT_ONCE) -> bool:
-        """Remove at most this many blocks of those that pods no longer have, or have no room for; whether more are left."""
+        """Remove at most `most` blocks that pods no longer have, or have no room for; returns whether more are left."""
         while self._untidy and most > 0:
             pod = self._untidy[0]
             surplus = self._surplus(pod, most)
@@ -128,11 +130,11 @@ class CacheIndex:
         return bool(self._untidy)
 
     def follows(self, name: str, incarnation: str, number: int) -> bool:
-        """Whether a pod's content is known up to the report of this number."""
+        """Whether a pod's content is known up to the report with this number."""
         if (pod := self._pods.get(name)) is None:
             return number == 0
         if pod.incarnation != incarnation:
-            return False  # what is known is of another one
+            return False  # the entries belong to another incarnation
         return pod.number >= number and (pod.known or pod.pending)
 
     def has_room_again(self, name: str) -> bool:
@@ -143,10 +145,10 @@ class CacheIndex:
     @property
     def _share(self) -> int:
         """Blocks that a pod may hold."""
-        return min(self._most, self.most_in_all // max(1, len(self._pods)))
+        return min(self._most_blocks, self.most_in_all // max(1, len(self._pods)))
 
     def _surplus(self, pod: _Pod, most: int) -> list[bytes]:
-        """The next blocks that a pod should not hold: the newest ones where it has more than its share."""
+        """The next blocks that a pod should not hold: the newest ones if it has more than its share."""
         if pod.gone:
             return list(islice(reversed(pod.held), most))
         if pod.stale and not pod.pending:
@@ -161,19 +163,19 @@ class CacheIndex:
 
     def _add(self, pod: _Pod, identities: Sequence[bytes]) -> None:
         pod.stale.difference_update(identities)
-        new = [identity for identity in identities if identity not in pod.held]
-        if (missing := len(new) - self._room(pod)) > 0:
+        new_identities = [identity for identity in identities if identity not in pod.held]
+        if (missing := len(new_identities) - self._room(pod)) > 0:
             self._remove(pod, list(islice(pod.stale, missing)))
             room = self._room(pod)
-            pod.cut = pod.cut or len(new) > room
-            new = new[:room]
-        if not new:
+            pod.cut = pod.cut or len(new_identities) > room
+            new_identities = new_identities[:room]
+        if not new_identities:
             return
         blocks = self._sizes.setdefault(pod.block_tokens, _Blocks())
         bit, held, pods_with, before = 1 << pod.slot, pod.held, blocks.pods_with, len(pod.held)
         blocks.pods |= bit
-        shared: dict[int, int] = {}  # with this pod, by those who had it before
-        for identity in new:
+        shared: dict[int, int] = {}  # bits with this pod, by the bits before
+        for identity in new_identities:
             held[identity] = None
             others = pods_with.get(identity, 0)
             pods_with[identity] = shared.get(others) or shared.setdefault(others, others | bit)
@@ -188,13 +190,13 @@ class CacheIndex:
             return
         others, held, pods_with, before = ~(1 << pod.slot), pod.held, blocks.pods_with, len(pod.held)
         pod.stale.difference_update(identities)
-        shared: dict[int, int] = {}  # without this pod, by those who had it before
+        shared: dict[int, int] = {}  # bits without this pod, by the bits before
         for identity in identities:
             if identity in held:
                 del held[identity]
                 all_pods = pods_with[identity]
-                if left := shared.get(all_pods) or shared.setdefault(all_pods, all_pods & others):
-                    pods_with[identity] = left
+                if remaining_pods := shared.get(all_pods) or shared.setdefault(all_pods, all_pods & others):
+                    pods_with[identity] = remaining_pods
                 else:
                     del pods_with[identity]
         self._total -= before - len(held)
@@ -220,29 +222,30 @@ class CacheIndex:
         return bits
 
     def flags(self, bits: int) -> npt.NDArray[np.bool_]:
-        """[slots]: which of their bits are set."""
-        found = np.zeros(self._num_slots)
-        _set(found, bits, 1)
-        return found > 0
+        """[slots]: whether the bit of each slot is set."""
+        values = np.zeros(self._num_slots)
+        _set(values, bits, 1)
+        return values > 0
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that pods have, each counted for every pod that has it; with what `tidy` still has to remove."""
+        """The number of blocks, each counted for every pod that has it, with those that `tidy` still has to remove."""
         return self._total
 
     @property
     def pods(self) -> list[str]:
-        """Those that have reported something."""
+        """Names of the pods that have reported something."""
         return list(self._pods)
 
     @property
     def cut_pods(self) -> list[str]:
-        """Those of which blocks are left out."""
+        """Names of the pods with blocks that are left out."""
         return [name for name, pod in self._pods.items() if pod.cut]
 
     def prefix_of(self, token_ids: Sequence[int], media_spans: Sequence[MediaSpan], root: bytes) -> Prefix:
-        """Identities of a prompt's first blocks in every size in which a pod has any; none while no pod has any. They are computed as far
-        as a pod has them.
+        """Identities of a prompt's first blocks, in every size in which a pod has blocks; empty while no pod has any.
+
+        They are computed only as far as a pod has the blocks.
         """
         return {size: LeadingIdentities(token_ids, media_spans, root, size) for size in self._sizes}
 
@@ -252,7 +255,7 @@ class CacheIndex:
         return NOWHERE if pod is None else pod.slot
 
     def cached_tokens(self, prefix: Prefix) -> npt.NDArray[np.float64]:
-        """[slots]: how many of a prompt's first tokens each pod has, without a gap from the first one on."""
+        """[slots]: how many of a prompt's first tokens each pod has, without a gap."""
         tokens = np.zeros(self._num_slots)
         for size, identities in prefix.items():
             if (blocks := self._sizes.get(size)) is None:
@@ -261,12 +264,12 @@ class CacheIndex:
             for depth, pods in enumerate(map(blocks.pods_with.get, identities, repeat(0)), start=1):
                 if pods is last:
                     continue
-                last, left = pods, having & pods
-                if left != having:
+                last, remaining_pods = pods, having & pods
+                if remaining_pods != having:
                     if depth > 1:
-                        _set(tokens, having ^ left, (depth - 1) * size)
-                    having = left
-                    if not left:
+                        _set(tokens, having ^ remaining_pods, (depth - 1) * size)
+                    having = remaining_pods
+                    if not remaining_pods:
                         break
             else:
                 _set(tokens, having, depth * size)

@@ -1,4 +1,4 @@
-"""The two kinds of caches that pods report, each with subjects and a number of its own."""
+"""The two kinds of caches that pods report, each with its own subjects and report numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mmd_workers.wire.messages.every_pod import Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """Where reports of a kind are published and asked for, by pod, and the number of the newest one by a pod's heartbeat. `label`: in metrics."""
+    """A kind of cache: the subjects of its reports and requests, by pod, and the newest report's number in a heartbeat.
+
+    `label`: its label in metrics.
+    """
 
     name: str
     label: str

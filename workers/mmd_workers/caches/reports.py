@@ -1,6 +1,6 @@
-"""What a pod tells others of a cache: numbered changes, and the whole content again when somebody has missed some.
+"""A pod's reports of a cache to other pods: numbered changes, and the whole content again when somebody has missed some.
 
-Reports are published and never repeated: who follows them finds a gap by their numbers, or by the number in heartbeats.
+Reports are published and never repeated: followers find a gap by the numbers of reports, or by the number in heartbeats.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mmd_workers.process.pod import Advertised, Part, Pod
 from mmd_workers.wire.messages.every_pod import CacheReport, CacheWanted
 from mmd_workers.wire.messages.message_parts import Acknowledged
 
-MOST_NAMED = 4096  # identities in a report, of 18 bytes each
-MOST_AT_ONCE = 4 * MOST_NAMED  # between two samples
+MOST_NAMED = 4096  # limit of identities in a report, 18 bytes each
+MOST_AT_ONCE = 4 * MOST_NAMED  # limit of identities reported between two samples
 
 _log = logging.getLogger(__name__)
 
@@ -26,26 +26,26 @@ class CacheReports:
     """Numbers and publishes the changes of one cache of a pod."""
 
     def __init__(self, pod: Pod, kind: CacheKind, block_tokens: int = 1) -> None:
-        """`block_tokens`: of the KV blocks in a prefix cache."""
+        """`block_tokens`: tokens per KV block of a prefix cache."""
         self._pod = pod
         self._kind = kind
         self._block_tokens = block_tokens
         self._wanted = False
         self._log = RateLimitedLog(_log)
-        self.number = 0  # of the newest report
+        self.number = 0  # number of the newest report
 
     async def start(self) -> None:
-        """Answer those that ask for the whole content."""
+        """Answer pods that ask for the whole content."""
         bus = self._pod.bus
         await bus.serve(self._kind.wanted(bus.subjects, self._pod.name), CacheWanted, self._asked)
 
     def take_wanted(self) -> bool:
-        """Whether somebody has asked since the last call; one report of everything answers all that asked."""
-        wanted, self._wanted = self._wanted, False
-        return wanted
+        """Whether somebody has asked since the last call; one report of everything answers all requests."""
+        requested, self._wanted = self._wanted, False
+        return requested
 
     async def publish(self, delta: CacheDelta) -> None:
-        """Send a step in as many reports as it needs. One that cannot be sent is missing for those that follow, who then ask."""
+        """Send changes in as many reports as they need. If one cannot be sent, followers notice that it is missing, and ask."""
         if delta.empty:
             return
         pod, parts = self._pod, list(_parts(delta))
@@ -76,7 +76,7 @@ class CacheReports:
 
 
 def _parts(delta: CacheDelta) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """What is added and what is evicted in each report, evictions first; at least one pair."""
+    """Additions and evictions for each report, evictions first; at least one pair."""
     evicted, added = list(_pieces(delta.evicted)), list(_pieces(delta.added))
     if not evicted and not added:
         yield [], []
@@ -89,23 +89,23 @@ def _pieces(identities: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 class FeatureReports(Part):
-    """Tells others which features a pod holds, whichever role they are of."""
+    """Reports which features a pod holds, whichever role has them."""
 
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
         self._reports = CacheReports(pod, FEATURES)
 
     async def accept(self) -> None:
-        """Report them to those that ask."""
+        """Answer pods that ask for all features."""
         await self._reports.start()
 
     async def sample(self) -> None:
-        """Report what has come and gone."""
+        """Report the features that have come and gone."""
         changes = self._pod.held.changes
         if self._reports.take_wanted():
             changes.restart()
         await self._reports.publish(changes.take(MOST_AT_ONCE))
 
     def advertised(self) -> Advertised:
-        """How far they have been reported."""
+        """The number of the newest report."""
         return Advertised(feature_number=self._reports.number)

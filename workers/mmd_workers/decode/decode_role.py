@@ -1,5 +1,6 @@
-"""The decode role of a pod that takes sequences over from prefill pods, and computes short prompts itself. Where it holds the prefill role,
-its sequences simply stay in the engine, and there is nothing to do here.
+"""The decode role of a pod that takes over sequences from prefill pods and computes short prompts itself.
+
+On a pod that also holds the prefill role, sequences simply stay in the engine, and there is nothing to do here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mmd_workers.wire.peers import PeerEvent
 
 
 class DecodeRole(Part):
-    """Owns the receiving side of handovers, and takes short prompts; running sequences are those of `Sequences`."""
+    """Owns the receiving side of handovers, and accepts short prompts; `Sequences` owns the running sequences."""
 
     def __init__(self, pod: Pod, engine: EngineHost, sequences: Sequences, links: KvLinks) -> None:
         self._pod = pod
@@ -26,7 +27,7 @@ class DecodeRole(Part):
         self._prompts: PromptService | None = None
 
     async def accept(self) -> None:
-        """Take handovers and prompts."""
+        """Accept handovers and prompts."""
         pod = self._pod
         self._service = service = DecodeService(
             pod.bus,
@@ -54,13 +55,13 @@ class DecodeRole(Part):
         pod.tasks.spawn(service.run(), "decode")
 
     def _peer_event(self, event: PeerEvent) -> None:
-        gone = event.before
-        if event.kind in ("lost", "reborn") and gone is not None and self._service is not None:
-            lost = self._service.peer_lost(gone.pod, gone.incarnation)
-            self._pod.tasks.in_background(lost, f"end-handovers-of-{gone.pod}")
+        former = event.before
+        if event.kind in ("lost", "reborn") and former is not None and self._service is not None:
+            cleanup = self._service.peer_lost(former.pod, former.incarnation)
+            self._pod.tasks.in_background(cleanup, f"end-handovers-of-{former.pod}")
 
     def drain(self) -> None:
-        """Grant no more handovers, and take no more prompts."""
+        """Grant no more handovers, and accept no more prompts."""
         if self._service is not None:
             self._service.drain()
         if self._prompts is not None:
@@ -68,16 +69,16 @@ class DecodeRole(Part):
 
     @property
     def drained(self) -> bool:
-        """Whether every handover that was granted is committed or has ended."""
+        """Whether every granted handover has been committed or has ended."""
         return self._service is None or not self._service.inbound
 
     def load(self) -> PodLoad:
-        """Prompts that the engine's figures do not show: gateways count them themselves only until the next heartbeat."""
+        """The prompts missing from the engine's figures: gateways count them themselves only until the next heartbeat."""
         waiting = self._prompts.waiting(self._engine.sampled_at) if self._prompts is not None else []
         return PodLoad(prefill_waiting_tokens=sum(waiting), decode_waiting=len(waiting))
 
     def advertised(self) -> Advertised:
-        """That it takes prompts."""
+        """Whether this pod takes prompts."""
         return Advertised(takes_prompts=self._prompts is not None)
 
     async def sample(self) -> None:

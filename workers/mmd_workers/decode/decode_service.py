@@ -1,6 +1,6 @@
 """The decode role's side of a KV handover: grants blocks under a lease, receives their bytes, and starts the sequence at commit.
 
-Once attached, a sequence is the engine's and the sequence book's business; this file only brings it there.
+Once attached, a sequence belongs to the engine and the sequence book; this module only brings it there.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 
 
 LEASE_CHECK_SECONDS = 0.5
-MAX_ANNOUNCED_CHUNKS = 64  # of one prefill pod, which announces one after the other
-ANNOUNCED_SECONDS = 0.5  # until an announcement is answered; prefill repeats it as often
-ANSWER_SECONDS = 1.0  # that a commit waits for the engine before its sender is asked to repeat it
-MAX_COMMITS = 8192  # whose answers are remembered
+MAX_ANNOUNCED_CHUNKS = 64  # limit per prefill pod, which announces one chunk after the other
+ANNOUNCED_SECONDS = 0.5  # an announcement is answered within this time; prefill repeats it as often
+ANSWER_SECONDS = 1.0  # a commit waits this long for the engine, then its sender is asked to repeat it
+MAX_COMMITS = 8192  # limit of commits whose answers are remembered
 UNWRITTEN_BYTES = 64 << 20
-"""Held unpacked while the engine is in a step, besides one chunk of each prefill pod."""
+"""Limit of unpacked KV held while the engine is in a step, besides one chunk of each prefill pod."""
 
 
 @dataclass(slots=True)
@@ -59,20 +59,20 @@ class _Inbound:
 
     offer: KvOffer
     sequence: str
-    epoch: int  # of its link
-    cached_tokens: int  # whose KV is here already
-    received: int = 0  # chunks; the engine writes them in this order
+    epoch: int  # epoch of the link
+    cached_tokens: int  # tokens with KV already here
+    received: int = 0  # number of chunks; the engine writes them in this order
     first_byte: float = 0.0
     last_byte: float = 0.0
-    wire_seconds: float = 0.0  # while bytes came: a prefill in chunks leaves time between them
+    wire_seconds: float = 0.0  # time while bytes came: a prefill in chunks leaves gaps
     progress: asyncio.Event = field(default_factory=asyncio.Event)
-    held: ExitStack = field(default_factory=ExitStack)  # keeps its link from being evicted between two chunks
+    held: ExitStack = field(default_factory=ExitStack)  # keeps the link from eviction between two chunks
     error: MmdError | None = None
 
 
 @dataclass(slots=True)
 class _Pump:
-    """Takes announced chunks off the newest link of a prefill pod, in order, one at a time."""
+    """Receives announced chunks over the newest link of a prefill pod, in order, one at a time."""
 
     incarnation: str
     epoch: int
@@ -83,16 +83,16 @@ class _Pump:
     started: asyncio.Future[None] | None = None  # done when the newest chunk is being received
     task: asyncio.Task[None] | None = None
     newest: tuple[str, int] = ("", -1)  # lease and number of the last chunk announced
-    unwritten: int = 0  # bytes that are received, or being received, and not in the engine yet
+    unwritten: int = 0  # bytes received, or being received, and not in the engine yet
 
     @property
     def made(self) -> PairLink | None:
-        """Its link, once that is made."""
+        """The link, once it is made."""
         done = self.link.done() and not self.link.cancelled() and self.link.exception() is None
         return self.link.result() if done else None
 
     def dead(self) -> str:
-        """Why its link is dead; empty while it lives or is being made."""
+        """Why the link is dead; empty while it is alive or being made."""
         return "" if (link := self.made) is None else link.dead
 
 
@@ -109,7 +109,7 @@ class DecodeService(SequenceOwner):
         metrics: Metrics,
         wire_format: KvWireFormat = "Model",
     ) -> None:
-        """`wire_format`: of the KV that comes."""
+        """`wire_format`: format of the KV that arrives."""
         self._bus = bus
         self._pod = pod
         self._engine = engine
@@ -131,7 +131,7 @@ class DecodeService(SequenceOwner):
         self._draining = False
 
     async def start(self) -> None:
-        """Subscribe; handovers may come from now on."""
+        """Subscribe; handovers may arrive from now on."""
         subjects = self._bus.subjects
         await self._bus.serve(subjects.kv_offer(self._pod), KvOffer, self._offered)
         await self._bus.serve(subjects.kv_chunk(self._pod), KvChunk, self._announced)
@@ -139,11 +139,11 @@ class DecodeService(SequenceOwner):
         await self._bus.serve(subjects.kv_release(self._pod), KvRelease, self._released)
 
     def drain(self) -> None:
-        """Grant nothing more; what was granted may still be committed."""
+        """Grant no more handovers; granted ones may still be committed."""
         self._draining = True
 
     async def run(self) -> None:
-        """Free what belongs to leases that ended and to links that died, until cancelled."""
+        """Free the blocks of ended leases and dead links, until cancelled."""
         while True:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             for lease in self._leases.expire(time.monotonic()):
@@ -158,7 +158,7 @@ class DecodeService(SequenceOwner):
                     await self._end_pump(pod, pump, LinkError(f"the link to {pod} died: {reason}"))
 
     async def peer_lost(self, pod: str, incarnation: str) -> None:
-        """A prefill worker is gone: what it had not committed is freed now."""
+        """Free everything that a lost prefill worker had not committed."""
         lost = LinkError(f"{pod} is lost")
         if (pump := self._pumps.get(pod)) is not None and pump.incarnation == incarnation:
             await self._end_pump(pod, pump, lost)
@@ -167,11 +167,11 @@ class DecodeService(SequenceOwner):
 
     @property
     def inbound(self) -> int:
-        """Handovers that are granted and not committed."""
+        """The number of handovers granted and not committed."""
         return len(self._inbound)
 
     def waiting(self) -> int:
-        """Handovers that wait for KV blocks."""
+        """The number of handovers that wait for KV blocks."""
         return self._queue.waiting(time.monotonic())
 
     async def cancel_request(self, request_id: str, attempt: int) -> None:
@@ -187,15 +187,15 @@ class DecodeService(SequenceOwner):
                 )
 
     def _turn(self, request_id: str) -> asyncio.Lock:
-        """Serializes the offers of one request and their release: each sees what the one before has reserved."""
+        """The lock that serializes offers and releases of one request: each sees what the previous one reserved."""
         return self._turns.setdefault(request_id, asyncio.Lock())
 
     async def _released(self, release: KvRelease) -> Acknowledged:
         if release.lease_id:
-            returned = LeaseError("the prefill worker released the lease")
-            await self._drop(release.lease_id, returned, "released")
+            lease_error = LeaseError("the prefill worker released the lease")
+            await self._drop(release.lease_id, lease_error, "released")
         else:
-            self._granting.pop(release.request_id, None)  # an offer that follows comes after this release
+            self._granting.pop(release.request_id, None)  # a later offer comes after this release
             async with self._turn(release.request_id):
                 await self.cancel_request(release.request_id, release.attempt)
         return Acknowledged()
@@ -206,10 +206,13 @@ class DecodeService(SequenceOwner):
         return await asyncio.shield(self._grant_in_progress(offer))
 
     def _grant_in_progress(self, offer: KvOffer) -> asyncio.Task[KvGrant]:
-        """A repeated offer joins the first while that waits for the engine: replacing it would wait for another step, every time."""
-        known = self._granting.get(offer.request_id)
-        if known is not None and known[0] == offer and not known[1].done():
-            return known[1]
+        """The task that grants an offer; a repeated offer joins the first while that waits for the engine.
+
+        Replacing the first would mean waiting for another step, every time.
+        """
+        pending = self._granting.get(offer.request_id)
+        if pending is not None and pending[0] == offer and not pending[1].done():
+            return pending[1]
         task = asyncio.create_task(self._in_turn(offer), name=f"grant-{offer.request_id}")
         self._granting[offer.request_id] = offer, task
 
@@ -225,7 +228,7 @@ class DecodeService(SequenceOwner):
             return await self._granted(offer)
 
     async def _linked(self, offer: KvOffer) -> KvGrant:
-        """Answer an offer of the link alone, ahead of the first handover."""
+        """Answer an offer that asks for the link alone, ahead of the first handover."""
         reason = "this pod is draining" if self._draining else self._mismatch(offer)
         if reason:
             code = DrainingError.code if self._draining else LayoutMismatchError.code
@@ -235,7 +238,7 @@ class DecodeService(SequenceOwner):
         return KvGrant(offer.request_id, granted=True, epoch=epoch, link_endpoint=self._links.endpoint)
 
     def _mismatch(self, offer: KvOffer) -> str:
-        """Why KV of the pod that offers cannot come here; empty if it can."""
+        """Why this pod cannot receive the KV of the offering pod; empty if it can."""
         if offer.layout.get("wire_format") != self._wire.terms.get("wire_format"):
             return f"{offer.pod} and {self._pod} pack KV differently on its way; set spec.transfer.kv.wireFormat once for both pools"
         if offer.layout != self._wire.terms:
@@ -259,7 +262,7 @@ class DecodeService(SequenceOwner):
         if mismatch := self._mismatch(offer):
             return refuse(LayoutMismatchError.code, mismatch)
         sequence = sequence_id(offer.request_id, offer.attempt)
-        await self._free(offer.request_id, offer.attempt)  # an offer after the grant replaces it
+        await self._free(offer.request_id, offer.attempt)  # an offer made after the grant replaces it
         now = time.monotonic()
         if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
             self._queue.join(offer.request_id, offer.arrived, now)
@@ -277,12 +280,12 @@ class DecodeService(SequenceOwner):
             epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
             pump = await self._ensure_pump(offer, epoch)
             inbound = _Inbound(offer, sequence, epoch, cached)
-            if (link := pump.made) is not None:  # else held once it is made
+            if (link := pump.made) is not None:  # otherwise held once it is made
                 inbound.held.enter_context(link.held())
         except MmdError as error:
             await self._engine.abort(sequence)
             return refuse(error.code, error.message)
-        if self._book.was_cancelled(offer.request_id, offer.attempt):  # meanwhile
+        if self._book.was_cancelled(offer.request_id, offer.attempt):  # cancelled meanwhile
             inbound.held.close()
             await self._engine.abort(sequence)
             return refuse(RequestCancelledError.code, "the request was cancelled")
@@ -302,7 +305,7 @@ class DecodeService(SequenceOwner):
         )
 
     async def _ensure_pump(self, offer: KvOffer, epoch: int) -> _Pump:
-        """A pod has one live link: that of its newest incarnation and epoch. What came over an older one is void."""
+        """The pump of a pod's only live link, that of its newest incarnation and epoch; KV from an older link is void."""
         while (pump := self._pumps.get(offer.pod)) is not None:
             if (pump.incarnation, pump.epoch) == (offer.incarnation, epoch):
                 return pump
@@ -315,14 +318,14 @@ class DecodeService(SequenceOwner):
         return pump
 
     def _inbound_over(self, pod: str, pump: _Pump) -> Iterator[tuple[str, _Inbound]]:
-        """Lease and handover of all that is to arrive over this link."""
+        """Lease id and handover of everything that is to arrive over this link."""
         for lease_id, inbound in list(self._inbound.items()):
             offer = inbound.offer
             if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
                 yield lease_id, inbound
 
     async def _end_pump(self, pod: str, pump: _Pump, error: MmdError) -> None:
-        """Free what was to arrive over this link, unless that is done already."""
+        """Free everything that was to arrive over this link, unless that is already done."""
         if self._pumps.get(pod) is not pump:
             return
         del self._pumps[pod]
@@ -335,13 +338,14 @@ class DecodeService(SequenceOwner):
             await self._drop(lease_id, error)
 
     async def _announced(self, chunk: KvChunk) -> Acknowledged:
-        """Acknowledged when its bytes are being received. Before that the engine may be busy for any time; the
-        link's deadline starts with the bytes and so measures only the link.
+        """Acknowledge a chunk when its bytes are being received.
+
+        Before that the engine may be busy for any time; the link's deadline starts with the bytes and so measures only the link.
         """
         pump = self._pumps.get(chunk.pod)
         if pump is None or pump.epoch != chunk.epoch:
             raise LinkError(f"epoch {chunk.epoch} of the link from {chunk.pod} has ended; offer again")
-        if (chunk.lease_id, chunk.sequence) != pump.newest:  # else it is announced again
+        if (chunk.lease_id, chunk.sequence) != pump.newest:  # otherwise the announcement is repeated
             if pump.chunks.full():
                 raise OverloadedError(
                     f"{MAX_ANNOUNCED_CHUNKS} chunks of {chunk.pod} are already waiting; announce it again"
@@ -363,8 +367,8 @@ class DecodeService(SequenceOwner):
     async def _pump(self, pod: str, pump: _Pump) -> None:
         try:
             link = await pump.link
-            for _, waiting in self._inbound_over(pod, pump):
-                waiting.held.enter_context(link.held())
+            for _, pending in self._inbound_over(pod, pump):
+                pending.held.enter_context(link.held())
             while True:
                 chunk, started = await pump.chunks.get()
                 num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
@@ -373,9 +377,9 @@ class DecodeService(SequenceOwner):
                 if (inbound := self._inbound.get(chunk.lease_id)) is not None:
                     inbound.first_byte = inbound.first_byte or time.time()
                 tensors: list[torch.Tensor] = []
-                if chunk.num_tokens:  # else it renews the lease
-                    begun = time.monotonic()
-                    with link.held():  # its lease may end meanwhile
+                if chunk.num_tokens:  # an empty chunk only renews the lease
+                    receive_start = time.monotonic()
+                    with link.held():  # the lease may end meanwhile
                         tensors = await asyncio.to_thread(
                             recv_range,
                             link,
@@ -385,14 +389,14 @@ class DecodeService(SequenceOwner):
                             link.device,
                         )
                     if inbound is not None:
-                        inbound.wire_seconds += time.monotonic() - begun
+                        inbound.wire_seconds += time.monotonic() - receive_start
                     if self._wire.packs:
                         tensors = await asyncio.to_thread(self._wire.unpack, tensors)
                 writing = asyncio.create_task(self._store(chunk, tensors), name=f"write-{chunk.lease_id}")
                 self._writes.add(writing)
                 writing.add_done_callback(partial(self._wrote, pump, num_bytes))
         except Exception as failure:
-            # Includes unexpected errors: a reader that ended silently would hold every handover until its lease ends.
+            # This includes unexpected errors: a reader that ended silently would block every handover until its lease ends.
             error, cause = failure, None
             if not isinstance(error, MmdError):
                 error, cause = LinkError(f"receiving failed: {type(failure).__name__}: {failure}"), failure
@@ -409,7 +413,7 @@ class DecodeService(SequenceOwner):
         self._give(pump, num_bytes)
 
     async def _take(self, pump: _Pump, num_bytes: int) -> None:
-        """Wait until there is room for them besides what the engine has still to write."""
+        """Wait until there is room for these bytes, besides those that the engine has still to write."""
         while pump.unwritten and self._unwritten + num_bytes > UNWRITTEN_BYTES:
             self._written.clear()
             await self._written.wait()
@@ -417,7 +421,7 @@ class DecodeService(SequenceOwner):
         self._unwritten += num_bytes
 
     def _give(self, pump: _Pump, num_bytes: int) -> None:
-        """They have been written, or are not needed."""
+        """Give back the room of bytes that were written or are not needed."""
         pump.unwritten -= num_bytes
         self._unwritten -= num_bytes
         self._written.set()
@@ -425,8 +429,8 @@ class DecodeService(SequenceOwner):
     async def _store(self, chunk: KvChunk, tensors: list[torch.Tensor]) -> None:
         """Write a chunk to the blocks of a live lease. A fault of one handover does not end the link.
 
-        It counts as received as soon as the engine has the command, so that a commit can be right behind it: both run at the end of
-        the step that the engine is in.
+        The chunk counts as received as soon as the engine has the command, so that a commit can be right behind it: both run at the
+        end of the engine's current step.
         """
         if (inbound := self._inbound.get(chunk.lease_id)) is None:
             return
@@ -449,14 +453,14 @@ class DecodeService(SequenceOwner):
             await self._drop(chunk.lease_id, LinkError(what))
 
     async def _committed(self, commit: KvCommit) -> KvCommitted:
-        """A repeated commit, whose first answer may have been lost, gets the same answer."""
+        """Answer a commit; a repeated one, whose first answer may have been lost, gets the same answer."""
         if (answer := self._commits.get(commit.lease_id)) is None:
             answer = asyncio.create_task(self._commit(commit), name=f"commit-{commit.lease_id}")
             self._commits[commit.lease_id] = answer
             if len(self._commits) > MAX_COMMITS:
                 self._commits.popitem(last=False)
         done, _ = await asyncio.wait({answer}, timeout=ANSWER_SECONDS)
-        if not done:  # each repetition would hold one of the bus's handlers for all of a long step
+        if not done:  # each repetition would occupy a handler of the bus for the whole of a long step
             raise OverloadedError("the engine is in a long step; the commit is in progress, repeat it")
         return await asyncio.shield(answer)
 
@@ -486,18 +490,18 @@ class DecodeService(SequenceOwner):
             await self._engine.attach(
                 inbound.sequence, request, commit.output_token_ids, commit.next_position
             )
-        except Exception as error:  # noqa: BLE001  whatever it is, its prefill pod has to know, and its blocks to be freed
+        except Exception as error:  # noqa: BLE001  whatever it is, the prefill pod must know of it, and the blocks be freed
             self._book.forget(inbound.sequence)
             await self._engine.abort(inbound.sequence)
             return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")
         self._metrics.leases.labels("committed").inc()
-        await self._book.report_phases(inbound.sequence)  # gateways learn from it how fast KV travels
+        await self._book.report_phases(inbound.sequence)  # gateways learn from this how fast KV travels
         return KvCommitted(commit.lease_id, ok=True)
 
     def _note_transfer(self, tracked: Tracked, inbound: _Inbound) -> None:
         now = time.time()
         first, last = inbound.first_byte or now, inbound.last_byte or now
-        if inbound.last_byte:  # else all of it was cached here
+        if inbound.last_byte:  # otherwise all KV was cached here
             self._metrics.transfer.labels("kv").observe(last - first)
         tokens = inbound.offer.prompt_tokens - inbound.cached_tokens
         num_bytes = tokens * self._wire.bytes_per_token
@@ -506,7 +510,7 @@ class DecodeService(SequenceOwner):
         self._metrics.kv_cached_tokens.inc(inbound.cached_tokens)
 
     async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
-        """End a handover that is not committed, and free its blocks."""
+        """End an uncommitted handover, and free its blocks."""
         self._leases.release(lease_id)
         if (inbound := self._inbound.pop(lease_id, None)) is not None:
             self._metrics.leases.labels(outcome).inc()

@@ -1,5 +1,7 @@
-"""Prompts that a decode pod computes itself, because a handover would cost more: what its prefix cache lacks of them is short, and no
-medium is in that. Everything else about them is as on a pod with both roles: the sequence stays in the engine.
+"""Prompts that a decode pod computes itself, because a handover would cost more.
+
+The part of such a prompt that the prefix cache lacks is short and has no medium. Everything else is as on a pod with both roles: the
+sequence stays in the engine.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ class _Prompt:
     placed: float
     task: asyncio.Task[None] | None = None
     added: float = 0.0
-    cached_tokens: int | None = None  # found by the engine
+    cached_tokens: int | None = None  # found in the prefix cache by the engine
 
 
 class PromptService(SequenceOwner):
-    """Adds placed requests to the engine. One that needs a medium after all goes back to its gateway, which avoids this pod."""
+    """Adds placed requests to the engine. A request that needs a medium after all goes back to its gateway, which avoids this pod."""
 
     def __init__(
         self,
@@ -47,27 +49,29 @@ class PromptService(SequenceOwner):
         most: int,
         metrics: Metrics,
     ) -> None:
-        """`handovers_waiting()`: offers that wait for KV blocks; prompts would take the blocks that are freed for them. `most`: prompts at
-        the same time.
+        """`handovers_waiting()`: number of offers that wait for KV blocks; prompts would take the blocks freed for them. `most`: limit of
+        prompts at the same time.
         """
         self._bus = bus
         self._pod = pod
         self._engine = engine
         self._book = book
         self._handovers_waiting = handovers_waiting
-        self._most = most
+        self._max_prompts = most
         self._metrics = metrics
         self._prompts: dict[str, _Prompt] = {}
         self._returns: set[asyncio.Task[None]] = set()
         self._draining = False
 
     async def start(self) -> None:
-        """Take requests from now on."""
+        """Accept requests from now on."""
         await self._bus.serve(self._bus.subjects.prefill(self._pod), GenerateRequest, self._place)
 
     def waiting(self, sampled_at: float) -> list[int]:
-        """Tokens of each prompt that waits for its first token and is not in the engine's figures of that time (Unix seconds), without what
-        the engine has found in its prefix cache, or is expected there.
+        """Tokens to compute for each prompt that waits for its first token and is missing from the engine's figures.
+
+        `sampled_at`: when the figures were sampled, in Unix seconds. Tokens that the engine found in its prefix cache, or that are expected
+        there, do not count.
         """
         return [
             tracked.tokens_to_compute(prompt.cached_tokens)
@@ -76,7 +80,7 @@ class PromptService(SequenceOwner):
         ]
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self._draining = True
 
     async def _place(self, request: GenerateRequest) -> Placed:
@@ -98,7 +102,7 @@ class PromptService(SequenceOwner):
             return RequestCancelledError("its cancellation arrived first")
         if waiting := self._handovers_waiting():
             return OverloadedError(f"{waiting} handovers are waiting for KV blocks of this pod")
-        if len(self._prompts) >= self._most:
+        if len(self._prompts) >= self._max_prompts:
             return OverloadedError(f"{len(self._prompts)} prompts are already waiting on this pod")
         return None
 
@@ -116,24 +120,25 @@ class PromptService(SequenceOwner):
             await self._give_back(name, MmdError(f"internal error: {type(error).__name__}: {error}"))
 
     async def _return(self, name: str, request: GenerateRequest, cached_tokens: int) -> None:
-        """Give it back for its media, once."""
+        """Give a request back, once, because it needs its media."""
         if self._book.get(name) is not None:
             self._metrics.local_prompts.labels("returned").inc()
             await self._give_back(name, _without_media(request, cached_tokens))
 
     async def _give_back(self, name: str, error: MmdError) -> None:
         self._prompts.pop(name, None)
-        await self._book.fail(name, error)  # first: a pod whose engine fails gives back what is open
+        # This comes first: a pod whose engine fails gives back all sequences that are open.
+        await self._book.fail(name, error)
         await self._engine.abort(name)
 
     def cancel(self, sequence: str) -> None:
-        """Stop adding it; the caller tells the engine."""
+        """Stop adding a sequence; the caller aborts it in the engine."""
         prompt = self._prompts.pop(sequence, None)
         if prompt is not None and prompt.task is not None:
             prompt.task.cancel()
 
     def on_admitted(self, sequence: str, cached_tokens: int) -> None:
-        """The engine runs the prompt now. That may come again after a preemption, with less in the prefix cache than before."""
+        """The engine runs the prompt now. After a preemption this may repeat, with fewer cached tokens than before."""
         if (prompt := self._prompts.get(sequence)) is not None:
             prompt.cached_tokens = cached_tokens
         if (tracked := self._book.get(sequence)) is None:
@@ -157,7 +162,7 @@ class PromptService(SequenceOwner):
         ]
 
     def on_failed(self, sequence: str, error: MmdError) -> None:
-        """Forget it; the book reports the failure."""
+        """Forget a prompt; the book reports the failure."""
         self._prompts.pop(sequence, None)
 
 

@@ -1,7 +1,7 @@
-"""Which offers of KV wait for room at a decode pod: the oldest request gets it first. Pure: time is an argument.
+"""The queue of KV offers at a decode pod: the oldest request gets room first. Pure: time is an argument.
 
 Offers are refused and repeated, not held open. Without this record every free block would go to whichever request asks next, and
-a long one that was preempted might never find enough of them free at once.
+a long request that was preempted might never find enough blocks free at once.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ MAX_WAITING = 4096
 
 
 class OfferQueue:
-    """Requests refused for want of room a moment ago, by id, with the time at which their gateways received them."""
+    """Requests refused a moment ago for lack of room, by id, with the time at which their gateways received them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[float, float]] = {}  # arrived, last refused
+        self._waiting: dict[str, tuple[float, float]] = {}  # arrival, last refusal
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def waiting(self, now: float) -> int:
-        """How many requests wait here."""
+        """The number of requests that wait here."""
         self._waiting = {
             name: entry for name, entry in self._waiting.items() if now - entry[1] < REPEAT_SECONDS
         }
         return len(self._waiting)
 
     def ahead_of(self, request_id: str, arrived: float, now: float) -> int:
-        """How many older requests wait here."""
+        """The number of older requests that wait here."""
         self.waiting(now)
         return sum((entry[0], name) < (arrived, request_id) for name, entry in self._waiting.items())
 
     def join(self, request_id: str, arrived: float, now: float) -> None:
-        """The request was refused now and is expected to ask again."""
+        """Record that a request was refused now and is expected to ask again."""
         if request_id in self._waiting or len(self._waiting) < MAX_WAITING:
             self._waiting[request_id] = (arrived, now)
 
     def leave(self, request_id: str) -> None:
-        """The request got its room, here or elsewhere, or has ended."""
+        """Forget a request that got its room, here or elsewhere, or has ended."""
         self._waiting.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""A bound on bytes held at the same time: work that needs more waits, modalities in turn. Belongs to one event loop."""
+"""A bound on bytes held at the same time: work that needs more waits, and modalities take turns. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from mmd_workers.encoder.shares import FairShares
 
 
 class Held:
-    """A part of the budget, which may be given back bit by bit."""
+    """A reserved part of the budget, which may be given back bit by bit."""
 
     def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._budget = budget
 
     def shrink(self, num_bytes: int) -> None:
-        """Give back what exceeds `num_bytes`."""
+        """Give back the bytes beyond `num_bytes`."""
         if num_bytes < self.num_bytes:
             self._budget.free(self.num_bytes - num_bytes)
             self.num_bytes = num_bytes
 
 
 class ByteBudget:
-    """Reserved before anything is produced. Modalities that wait get the same bytes, each its media in the order in which they came. Whichever is next
-    holds up the others until it fits, so that a large medium is not starved by small ones.
+    """A budget of bytes that are reserved before anything is produced.
+
+    Modalities that wait get equal shares of the bytes, and media of one modality are admitted in order of arrival. The next medium holds
+    up the others until it fits, so that small media do not starve a large one.
     """
 
     def __init__(self, budget_bytes: int, field: str) -> None:
@@ -52,11 +54,11 @@ class ByteBudget:
                 f"send a smaller one, or raise {self._field}"
             )
         await self._reserve(num_bytes, modality)
-        held = Held(self, num_bytes)
+        reservation = Held(self, num_bytes)
         try:
-            yield held
+            yield reservation
         finally:
-            held.shrink(0)
+            reservation.shrink(0)
 
     async def _reserve(self, num_bytes: int, modality: Modality) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,7 +89,7 @@ class ByteBudget:
             turn.set_result(None)
 
     def _turn(self) -> Modality | None:
-        """Whose oldest medium is next; None: nothing waits. Those that have given up are removed."""
+        """The modality whose oldest medium is next; None if nothing waits. Media that have given up are removed."""
         for modality, turns in [*self._waiting.items()]:
             while turns and turns[0][1].done():
                 turns.popleft()

@@ -1,7 +1,7 @@
 """The encode role of a pod: the tower and, on an encoder pod, the service that takes jobs from the queue.
 
-On a pod that also holds the prefill role nothing comes from the queue: that role asks for features through `local_source`, for all
-media, or for small ones alone where other pods encode the rest.
+On a pod that also holds the prefill role, nothing comes from the queue. That role requests features through `local_source`: for all
+media, or only for small ones if other pods encode the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mmd_workers.process.warmup import media_steps, warm_up
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 1.0  # for a hand-over and for transfers, when the pod ends
+STOP_SECONDS = 1.0  # limit for a hand-over and for transfers when the pod ends
 
 
 class EncoderRole(Part):
@@ -56,11 +56,11 @@ class EncoderRole(Part):
         self._taker: FeatureTaker | None = None
         self._disk: DiskTier | None = None
         self._handover: asyncio.Task[None] | None = None
-        self.somebody_waits: Callable[[], bool] | None = None  # for steps of an engine in this process
-        self.tower_bytes = 0  # of its activations: what a KV pool on the same device must leave
+        self.somebody_waits: Callable[[], bool] | None = None  # set if an engine steps in this process
+        self.tower_bytes = 0  # bytes of activations, which a KV pool on the same device must leave
 
     async def load_weights(self) -> None:
-        """Read the tower's weights and nothing else."""
+        """Read only the tower's weights."""
         pod = self._pod
         with pod.startup.phase("load_encoder"):
             self._model = await asyncio.to_thread(load_encoder, pod.spec.model, self._device)
@@ -68,7 +68,7 @@ class EncoderRole(Part):
         log.info("encoder role loaded %d bytes", self._model.loaded_bytes)
 
     async def start(self) -> None:
-        """Start the decode processes and the tower, and find out what it needs of memory."""
+        """Start the decode processes and the tower, and measure the tower's memory."""
         assert self._model is not None
         pod, media, spec = self._pod, self._pod.spec.gateway.media, self._pod.encoder_spec
         decoders = decoders_for(
@@ -92,7 +92,7 @@ class EncoderRole(Part):
         await self._measure_tower(self._model)
 
     def _disk_tier(self) -> DiskTier | None:
-        """What is below the cache, where spec.encoder.cache.disk is set."""
+        """The disk tier below the cache, if spec.encoder.cache.disk is set."""
         pod, settings = self._pod, self._pod.settings
         if not settings.feature_disk:
             return None
@@ -102,10 +102,11 @@ class EncoderRole(Part):
         return tier
 
     async def _measure_tower(self, model: EncoderModel) -> None:
-        """What the KV pool must leave for encoding. On a CPU only where a pool is sized by it: elsewhere it would only cost time.
+        """Measure the memory that the KV pool must leave for encoding.
 
-        A pod whose largest media do not fit is warned about and not refused: it encodes the smaller ones. `tower_memory` refuses a
-        GPU that holds none, and the KV pool's budget a pod that then holds no request.
+        On a CPU this is done only if it sizes a KV pool: otherwise it would only cost time. If the largest media do not fit, the pod logs
+        a warning and encodes the smaller ones. `tower_memory` refuses a GPU that holds no medium, and the KV pool's budget refuses a pod
+        that then holds no request.
         """
         pod = self._pod
         sizes_pool = not self._takes_jobs and not pod.kv_spec.kv_cache_mebibytes
@@ -125,7 +126,7 @@ class EncoderRole(Part):
             )
 
     async def warm_up(self) -> None:
-        """Take a medium of each modality through decode processes and tower."""
+        """Run a medium of each modality through decode processes and tower."""
         assert self._model is not None
         assert self._decoders is not None
         assert self._pipeline is not None
@@ -135,7 +136,7 @@ class EncoderRole(Part):
         await warm_up(steps, self._pod.startup, self._model.device)
 
     async def accept(self) -> None:
-        """Take jobs from the queue, on a pod that holds no other role."""
+        """Accept jobs from the queue, on a pod that holds no other role."""
         if not self._takes_jobs:
             return
         assert self._model is not None
@@ -160,13 +161,13 @@ class EncoderRole(Part):
         return None if beat is None else beat.incarnation
 
     def local_source(self, store: FeatureStore) -> LocalSource:
-        """Features of this tower for the prefill role of this pod."""
+        """The source of this tower's features for the prefill role of this pod."""
         assert self._pipeline is not None
         pod = self._pod
         return LocalSource(pod.bus, self._pipeline, store, pod.encoder_spec.max_deliveries)
 
     def drain(self) -> None:
-        """Take no more jobs, and hand the cache over to encoders that remain."""
+        """Accept no more jobs, and hand the cache over to the encoders that remain."""
         if self._service is not None:
             self._service.drain()
         if self._taker is not None and self._handover is None:
@@ -179,12 +180,12 @@ class EncoderRole(Part):
         others = [name for name in encoders if name != pod.name]
         try:
             await hand_over(pod.bus, cache, others, seconds_of(pod.drain_seconds), pod.metrics)
-        except Exception:  # what is not handed over is encoded again, and the drain goes on
+        except Exception:  # features not handed over are encoded again, and the drain goes on
             log.exception("handing over the cache failed")
 
     @property
     def drained(self) -> bool:
-        """Whether the jobs in progress and the hand-over are done; media of this pod's own requests are the prefill role's."""
+        """Whether the jobs in progress and the hand-over are done; media of this pod's own requests belong to the prefill role."""
         handed_over = self._handover is None or self._handover.done()
         return self._service is None or (self._service.drained and handed_over)
 
@@ -210,7 +211,7 @@ class EncoderRole(Part):
             await self._decoders.close()
 
     def load(self) -> PodLoad:
-        """What waits for the tower, and how fast it is."""
+        """The work that waits for encoding, and the throughput."""
         if (pipeline := self._pipeline) is None:
             return PodLoad()
         return PodLoad(
@@ -242,7 +243,10 @@ class EncoderRole(Part):
         metrics.backlog.labels("encode").set(backlog)
 
     def progress(self) -> dict[str, Progress]:
-        """The tower's turns, and the time on the medium that a processor has had longest, which is too long beyond the job's timeout or `LIVENESS_SECONDS`, whichever is longer."""
+        """The progress of the tower's loop and of the processors.
+
+        A processor is stuck if it has had its medium for longer than the job timeout or `LIVENESS_SECONDS`, whichever is longer.
+        """
         if (pipeline := self._pipeline) is None:
             return {}
         return {
@@ -253,7 +257,7 @@ class EncoderRole(Part):
         }
 
     def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
-        """Take the media limits and the job timeout."""
+        """Apply the media limits and the job timeout."""
         if self._pipeline is not None:
             self._pipeline.policy = spec.gateway.media
             self._pipeline.job_timeout_seconds = self._pod.encoder_spec.job_timeout_seconds

@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 PULL_WAIT_SECONDS = 1.0
 RETRY_SECONDS = (0.1, 1.0)  # first and longest pause between two tries of one job
 CRASH_RETRY_SECONDS = 0.5
-CHECK_SECONDS = 1.0  # between two questions whether a job is still wanted
-WAITED_SECONDS = 0.3  # of a job in the queue, after which that is asked before it is begun
-MOST_CACHED_JOBS = 256  # past the queue, that wait for their turn or are served
+CHECK_SECONDS = 1.0  # interval between checks whether a job is still wanted
+WAITED_SECONDS = 0.3  # a job that was in the queue for longer is checked before it is begun
+MOST_CACHED_JOBS = 256  # limit of jobs past the queue that wait for their turn or are served
 CHECK_TIMEOUT_SECONDS = 1.0
 MAX_MESSAGE_CHARACTERS = 4096
 
@@ -49,13 +49,13 @@ MAX_MESSAGE_CHARACTERS = 4096
 class EncoderService:
     """Pulls as many jobs as the tower can batch; everything else stays in the queue, where any encoder may take it.
 
-    Features that this pod has, or is making for somebody else, are sent past the queue, without a wait for decoding or the tower, and while the
-    pod drains too.
+    Features that this pod has, or is already making, are sent past the queue, without a wait for decoding or the tower, even while the
+    pod drains.
 
-    A job that comes again may have ended the encoder that had it: it is handled with no other job in progress, so that
-    neither can cost the other an attempt.
+    A redelivered job may have ended the encoder that had it: it is handled with no other job in progress, so that neither can
+    cost the other an attempt.
 
-    `incarnation_of(pod)` is that of a pod with recent heartbeats, or None.
+    `incarnation_of(pod)` returns the incarnation of a pod with recent heartbeats, or None.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class EncoderService:
         self._slots = asyncio.Semaphore(self._max_jobs)
         self._sending = pipeline.stages.add("send", self._max_jobs)
         self._jobs: dict[asyncio.Task[None], Delivery] = {}
-        self._cached_jobs: dict[str, asyncio.Task[None]] = {}  # past the queue, by job
-        self._cached_slots = asyncio.Semaphore(self._max_jobs)  # those that wait for one hold no feature
+        self._cached_jobs: dict[str, asyncio.Task[None]] = {}  # served past the queue, by job id
+        self._cached_slots = asyncio.Semaphore(self._max_jobs)  # a job that waits for a slot holds no feature
         self._draining = asyncio.Event()
         self._abandoned = False
         self.drained = False
@@ -91,20 +91,22 @@ class EncoderService:
         """Work until drained. Jobs already taken are finished."""
         subject = self._bus.subjects.encode_cached(self._bus.client_name)
         await self._bus.serve(subject, EncodeJob, self._take_cached)
-        with contextlib.suppress(PeerLostError):  # it connects at its next use, too
-            await self._bus.bulk()  # so that the first job does not wait for it
+        with contextlib.suppress(PeerLostError):  # the next use connects it, too
+            await self._bus.bulk()  # so that the first job does not wait for the connection
         while not self._draining.is_set():
             await self._slots.acquire()
-            free = 1
-            while free < self._max_jobs and not self._slots.locked():
+            free_slots = 1
+            while free_slots < self._max_jobs and not self._slots.locked():
                 await self._slots.acquire()
-                free += 1
+                free_slots += 1
             deliveries: list[Delivery] = []
             try:
                 if not self._draining.is_set():
-                    deliveries = await self._queue.pull(self._modalities, batch=free, wait=PULL_WAIT_SECONDS)
+                    deliveries = await self._queue.pull(
+                        self._modalities, batch=free_slots, wait=PULL_WAIT_SECONDS
+                    )
             finally:
-                for _ in range(free - len(deliveries)):
+                for _ in range(free_slots - len(deliveries)):
                     self._slots.release()
             if self._abandoned:
                 for delivery in deliveries:
@@ -116,8 +118,8 @@ class EncoderService:
                     self._start(delivery)
             if suspects:
                 await self._handle_alone(*suspects)
-        if left := {*self._jobs, *self._cached_jobs.values()}:
-            await asyncio.wait(left)
+        if remaining := {*self._jobs, *self._cached_jobs.values()}:
+            await asyncio.wait(remaining)
         self.drained = True
 
     def _start(self, delivery: Delivery) -> asyncio.Task[None]:
@@ -153,12 +155,12 @@ class EncoderService:
         """Return all jobs to the queue now: this process can no longer encode."""
         self._abandoned = True
         self._draining.set()
-        held = dict(self._jobs)
-        both = [*held, *self._cached_jobs.values()]
-        for task in both:
+        deliveries = dict(self._jobs)
+        tasks = [*deliveries, *self._cached_jobs.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
-        for task, delivery in held.items():
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task, delivery in deliveries.items():
             if not task.cancelled():
                 continue
             if delivery.job.feature.feature_id in self._pipeline.on_lost_device:
@@ -173,14 +175,14 @@ class EncoderService:
             log.error("encode job crashed; it will be redelivered", exc_info=error)
 
     def drain(self) -> None:
-        """Take no more jobs; `drained` turns true when those in progress are done."""
+        """Accept no more jobs; `drained` turns true when those in progress are done."""
         self._draining.set()
 
     async def _take_cached(self, job: EncodeJob) -> EncodeTaken:
-        """Send a feature that this pod has or is making; True for a job in progress, too. Should that fail, its receiver queues the job."""
+        """Send a feature that this pod has or is making; a job in progress counts as taken. If this fails, the receiver queues the job."""
         feature_id, modality = job.feature.feature_id, job.feature.modality
-        in_queue = (delivery.job.job_id for delivery in self._jobs.values())
-        if job.job_id in self._cached_jobs or job.job_id in in_queue:
+        queued_ids = (delivery.job.job_id for delivery in self._jobs.values())
+        if job.job_id in self._cached_jobs or job.job_id in queued_ids:
             return EncodeTaken(job.job_id, taken=True, making=self._pipeline.is_making(feature_id))
         full = len(self._cached_jobs) >= MOST_CACHED_JOBS
         if full or self._abandoned or not self._pipeline.has(feature_id):
@@ -188,9 +190,8 @@ class EncoderService:
 
         async def serve() -> None:
             try:
-                making = self._pipeline.is_making(
-                    feature_id
-                )  # which takes long, and holds up none that is there
+                # Making a feature takes long, and must not hold up features that are ready.
+                making = self._pipeline.is_making(feature_id)
                 async with contextlib.nullcontext() if making else self._cached_slots:
                     if not self._pipeline.has(feature_id):
                         raise FeatureLostError(
@@ -200,7 +201,7 @@ class EncoderService:
             except MmdError as error:
                 log.info("failed to deliver the cached feature for %s: %s", job.request_id, error.message)
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
-            except Exception:  # the model can raise anything, for a job that this one joined
+            except Exception:  # the model can raise anything in the encode that this job joined
                 log.exception("making the feature for %s failed", job.request_id)
                 self._metrics.encode_jobs.labels(modality, MmdError.code).inc()
             else:
@@ -226,7 +227,7 @@ class EncoderService:
                 await delivery.terminate(error.message)
             except DeviceLostError as error:
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
-                self._abandoned = True  # or this pod would be the first to take it again
+                self._abandoned = True  # otherwise this pod would be the first to take it again
                 self._draining.set()
                 await delivery.retry(0.0)
             except MmdError as error:
@@ -239,10 +240,10 @@ class EncoderService:
                 self._metrics.encode_jobs.labels(modality, "ok").inc()
 
     async def _while_wanted(self, job: EncodeJob) -> None:
-        """Serve a job for as long as its receiver waits for it, and no longer than until its deadline.
+        """Serve a job while its receiver waits for it, at most until its deadline.
 
         Raises:
-            ReceiverGoneError: everybody who waited has left.
+            ReceiverGoneError: nobody waits for the feature any more.
             DeadlineError: the deadline passed, whatever the job waited for.
         """
         limit = asyncio.timeout(max(0.0, job.deadline - time.time()))
@@ -250,7 +251,7 @@ class EncoderService:
             async with limit:
                 await self._serve_while_wanted(job)
         except TimeoutError as error:
-            if not limit.expired():  # the model's or a processor's own
+            if not limit.expired():  # a timeout of the model or of a processor
                 raise
             raise DeadlineError(
                 f"feature {job.feature.feature_id[:16]} was not encoded and sent before its job's deadline; add encoders, or raise "
@@ -258,8 +259,8 @@ class EncoderService:
             ) from error
 
     async def _serve_while_wanted(self, job: EncodeJob) -> None:
-        waited = time.time() - job.published > WAITED_SECONDS
-        if waited and not await self._is_wanted(job):
+        waited_long = time.time() - job.published > WAITED_SECONDS
+        if waited_long and not await self._is_wanted(job):
             raise ReceiverGoneError("the feature is no longer needed")
         serving = asyncio.create_task(self._serve(job), name=f"serve-{job.job_id}")
         try:
@@ -282,7 +283,7 @@ class EncoderService:
         return answer.wanted
 
     async def _crashed(self, delivery: Delivery, error: Exception) -> None:
-        """The model failed on this medium alone."""
+        """Retry or give up a job after the model failed on its medium alone."""
         if delivery.last:
             await self._failed(delivery, unprocessable(delivery.job.feature, delivery.attempt, error))
             return
@@ -290,8 +291,10 @@ class EncoderService:
         await delivery.retry(CRASH_RETRY_SECONDS)
 
     async def _serve(self, job: EncodeJob) -> None:
-        """Encode and send. What a lost message or a restarting server breaks is retried here, with the feature in memory:
-        the queue's attempts are for encoders that died.
+        """Encode and send a feature.
+
+        Failures caused by a lost message or a restarting server are retried here, with the feature in memory: the queue's attempts
+        are for encoders that died.
         """
         feature: Feature | None = None
         times = {"start": time.time()}
@@ -302,18 +305,18 @@ class EncoderService:
                     feature, times = await self._encode(job, times)
                     await self._report(job, times)
                 spans: list[tuple[float, float]] = []
-                sent = await self._sender.send(job, buffers_of(feature), timings=times, spans=spans)
+                outcome = await self._sender.send(job, buffers_of(feature), timings=times, spans=spans)
                 for start, end in spans:
                     self._sending.record(job.feature.modality, job.feature.work, start, end)
-                self._metrics.offers.labels(sent).inc()
-                if sent == "sent":
+                self._metrics.offers.labels(outcome).inc()
+                if outcome == "sent":
                     self._metrics.transfer_bytes.labels("embedding", "sent").inc(feature.num_bytes)
                 return
             except MmdError as error:
                 if feature is not None:
                     self._metrics.transfer_failures.labels("embedding", error.code).inc()
-                again = error.retryable or isinstance(error, DeadlineError)
-                if isinstance(error, DeviceLostError) or not again:
+                can_retry = error.retryable or isinstance(error, DeadlineError)
+                if isinstance(error, DeviceLostError) or not can_retry:
                     raise
                 if time.time() + pause > job.deadline:
                     raise
@@ -337,7 +340,7 @@ class EncoderService:
         return feature, times | {"encoded": time.time()}
 
     async def _report(self, job: EncodeJob, times: dict[str, float]) -> None:
-        """Report to the gateway and the collector how long it took, and on which pod."""
+        """Report to the gateway and the collector how long encoding took, and on which pod."""
         feature = job.feature
         facts = {
             "modality": feature.modality,
@@ -355,7 +358,7 @@ class EncoderService:
             log.debug("failed to report the timings of job %s: %s", job.job_id, error.message)
 
     def _check_peers(self, job: EncodeJob, needs_gateway: bool) -> None:
-        """A peer did not reply: without recent heartbeats it is lost, otherwise it will recover."""
+        """Raise an error if a peer that did not reply is lost; with recent heartbeats, it will recover."""
         if self._incarnation_of(job.receiver) != job.receiver_incarnation:
             raise ReceiverGoneError(f"{job.receiver}, which requested the feature, is lost")
         if needs_gateway and self._incarnation_of(job.gateway) is None:
@@ -366,11 +369,11 @@ class EncoderService:
         log.warning("encode job %s of %s failed: %s", job.job_id, job.request_id, error.message)
         self._metrics.encode_jobs.labels(job.feature.modality, error.code).inc()
         self._metrics.errors.labels(error.code).inc()
-        failed = EncodeFailed(
+        failure = EncodeFailed(
             feature_id=job.feature.feature_id,
             job_id=job.job_id,
             code=error.code,
             message=error.message[:MAX_MESSAGE_CHARACTERS],
             retryable=error.retryable,
         )
-        await report_failure(self._bus, delivery, failed, error.message)
+        await report_failure(self._bus, delivery, failure, error.message)

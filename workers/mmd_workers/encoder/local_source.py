@@ -1,4 +1,4 @@
-"""Features for the prefill role of the same pod: the tower is in this process, and a feature never leaves it."""
+"""Features for the prefill role of the same pod. The tower is in this process, and a feature never leaves it."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ class LocalSource:
             log.exception("encoding %s failed", ref.feature_id[:12])
             attempts = request.attempt - request.first_attempt + 1
             failure = unprocessable(ref, attempts, error)
-            again = attempts < self._max_attempts
-            given_up = "" if again else ref.feature_id
-            self._store.fail(ref.feature_id, EncodeError(failure, retryable=again, feature_id=given_up))
+            can_retry = attempts < self._max_attempts
+            failed_feature_id = "" if can_retry else ref.feature_id
+            self._store.fail(
+                ref.feature_id, EncodeError(failure, retryable=can_retry, feature_id=failed_feature_id)
+            )
         else:
             self._store.deliver(ref.feature_id, feature)
 

@@ -1,8 +1,8 @@
 """From the bytes of a medium to its feature: decode in the sandbox, process on the CPU, batch by work, run the tower.
 
-A medium with more work than a run may have is divided between runs where its architecture allows it, and media that came meanwhile have
-their turn between them. Used by encoder pods for jobs from the queue and, in the same way, by prefill or decode pods that hold the encode role.
-Independent of NATS.
+A medium with more work than a run may have is divided between runs if its architecture allows it, and media that arrived meanwhile have
+their turn in between. Encoder pods use this for jobs from the queue; prefill or decode pods that hold the encode role use it in the same
+way. Independent of NATS.
 """
 
 from __future__ import annotations
@@ -41,43 +41,42 @@ _Encoding = asyncio.Task[tuple[Feature, dict[str, float]]]
 
 
 class _Waiting:
-    """A medium that waits for the tower, and the rows that it has had from it."""
+    """A medium that waits for the tower, and the rows already computed for it."""
 
     def __init__(self, feature_id: str, medium: ProcessedMedium, work: int) -> None:
         self.feature_id = feature_id
         self.medium = medium
         self.work = work
-        self.begun = 0  # parts that are in a run, or were
-        self.done: asyncio.Future[tuple[Feature, float, float]] = (
-            asyncio.get_running_loop().create_future()
-        )  # feature, start of the first run, end of the last (Unix seconds)
+        self.started_parts = 0  # number of parts that are or were in a run
+        # Feature, start of the first run, end of the last run (Unix seconds).
+        self.done: asyncio.Future[tuple[Feature, float, float]] = asyncio.get_running_loop().create_future()
         self._start = 0.0
         self._rows = 0
         self._tensors: dict[str, torch.Tensor] = {}
 
     def work_of(self, first: int, last: int) -> int:
-        """Of the parts [first, last)."""
+        """Work of the parts [first, last)."""
         parts = self.medium.parts
         return self.work * last // parts - self.work * first // parts
 
     @property
     def work_left(self) -> int:
-        """Of the parts that are in no run yet."""
-        return self.work_of(self.begun, self.medium.parts)
+        """Work of the parts that are in no run yet."""
+        return self.work_of(self.started_parts, self.medium.parts)
 
     def parts_within(self, work: int) -> int:
-        """How many of the parts that are left have no more work than this; one in any case."""
-        parts = range(self.begun + 1, self.medium.parts + 1)
-        found = bisect_right(parts, work, key=lambda last: self.work_of(self.begun, last))
-        return max(1, found)
+        """The number of remaining parts that fit into this much work; at least one."""
+        parts = range(self.started_parts + 1, self.medium.parts + 1)
+        count = bisect_right(parts, work, key=lambda last: self.work_of(self.started_parts, last))
+        return max(1, count)
 
     def abandon(self) -> None:
-        """Nobody waits for it any more, nor for the error that it may have."""
+        """Discard the result or error, because nobody waits for it any more."""
         if not self.done.cancel() and not self.done.cancelled():
             self.done.exception()
 
     def add(self, feature: Feature, start: float, end: float) -> None:
-        """Rows of the next parts; the feature is complete with the last."""
+        """Add the rows of the next parts; the last rows complete the feature."""
         self._start = self._start or start
         if feature.num_tokens < self.medium.num_tokens:
             for name, rows in feature.tensors.items():
@@ -93,7 +92,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a run has of one medium: some of its parts, or all."""
+    """The parts of one medium in a run: some of them, or all."""
 
     item: _Waiting
     medium: ProcessedMedium
@@ -114,7 +113,7 @@ class EncodePipeline:
         paces: RunPaces | None = None,
         processors: int = 1,
     ) -> None:
-        """`paces`: of the tower's runs, where an engine steps beside it. `processors`: threads."""
+        """`paces`: paces of the tower's runs, if an engine steps beside it. `processors`: number of threads."""
         self._model = model
         self._paces = paces
         self._decoders = decoders
@@ -124,7 +123,7 @@ class EncodePipeline:
         self._metrics = metrics
         self._running: dict[str, _Encoding] = {}
         self._users: Counter[_Encoding] = Counter()
-        self.max_media = 2 * spec.batching.max_items  # between arrival and feature
+        self.max_media = 2 * spec.batching.max_items  # limit of media between arrival and feature
         self._places = EncodeStage("pipeline", self.max_media, lambda *_: None)
         self._memory = ByteBudget(spec.media_mebibytes << 20, "spec.encoder.mediaMebibytes")
         self.stages = Stages(self._count_busy)
@@ -138,27 +137,27 @@ class EncodePipeline:
         self._arrived = asyncio.Event()
         self.on_lost_device: set[str] = set()  # features of the batch that ran when the device failed
         self.queued_work: dict[Modality, int] = {}
-        self.last_progress = time.monotonic()  # of the tower
+        self.last_progress = time.monotonic()  # the tower's
         self.job_timeout_seconds = spec.job_timeout_seconds
-        self._processing: dict[object, float] = {}  # since when (time.monotonic), by medium
+        self._processing: dict[object, float] = {}  # start by medium (time.monotonic)
 
     def _count_busy(self, stage: EncodeStage, seconds: float) -> None:
         self._metrics.encode_busy.labels(stage.name).inc(seconds / stage.servers)
 
     @property
     def processing_seconds(self) -> float:
-        """Time since a processor started on the medium that it has had longest."""
+        """Seconds since the start of the medium that has occupied a processor for longest."""
         now = time.monotonic()
         return now - min([*self._processing.values()], default=now)  # copied at once: the threads change it
 
     @property
     def media_bytes_used(self) -> int:
-        """Host memory of media that are being encoded."""
+        """Host memory of the media in progress."""
         return self._memory.used_bytes
 
     @property
     def media_bytes_budget(self) -> int:
-        """Maximum of it."""
+        """Maximum of `media_bytes_used`."""
         return self._memory.budget_bytes
 
     @property
@@ -167,7 +166,7 @@ class EncodePipeline:
         return len(self._running)
 
     async def cached(self, feature_id: str) -> Feature | None:
-        """The feature, if it is in the cache, in memory or on disk."""
+        """The feature, if it is cached in memory or on disk."""
         feature = self._cache.get(feature_id)
         self._metrics.cache.labels("feature", "hit" if feature is not None else "miss").inc()
         if feature is None and (feature := await self._cache.read_below(feature_id)) is not None:
@@ -175,24 +174,24 @@ class EncodePipeline:
         return feature
 
     def has(self, feature_id: str) -> bool:
-        """Whether the feature is in the cache, or is being made for somebody."""
+        """Whether the feature is in the cache, or is being made."""
         return feature_id in self._cache or self.is_making(feature_id)
 
     def is_making(self, feature_id: str) -> bool:
-        """Whether the feature is being made for somebody."""
+        """Whether the feature is being made."""
         return feature_id in self._running
 
     async def encode(
         self, ref: FeatureRef, read: Callable[[], Coroutine[Any, Any, bytes]]
     ) -> tuple[Feature, dict[str, float]]:
-        """The feature of a medium whose bytes `read` fetches, and the Unix times of its steps.
+        """Encode a medium, whose bytes `read` fetches; returns its feature and the Unix times of the steps.
 
         Any other exception that the model raises for this medium alone is propagated.
 
         Raises:
             BadMediaError: the bytes cannot be decoded within the policy's limits.
             CapacityError: the medium needs more memory than all media may use.
-            CountMismatchError: the medium is not what its layout said.
+            CountMismatchError: the medium does not match its layout.
             DeviceLostError: the accelerator failed while it ran this medium.
         """
         task = self._running.get(ref.feature_id)
@@ -219,7 +218,7 @@ class EncodePipeline:
         self, ref: FeatureRef, read: Callable[[], Coroutine[Any, Any, bytes]]
     ) -> tuple[Feature, dict[str, float]]:
         self.queued_work[ref.modality] = self.queued_work.get(ref.modality, 0) + ref.work
-        self._cache.held.add(ref.feature_id)  # so that a second job for it comes here
+        self._cache.held.add(ref.feature_id)  # so that a second job for this feature comes here
         times = {"start": time.time()}
         what = f"this {ref.modality} of {ref.num_tokens} tokens"
         try:
@@ -262,7 +261,13 @@ class EncodePipeline:
             media = await loop.run_in_executor(self._processors, self._processed, decoded, layout)
         times["processed"] = time.time()
         del decoded
-        memory.shrink(sum(t.numel() * t.element_size() for medium in media for t in medium.tensors.values()))
+        memory.shrink(
+            sum(
+                tensor.numel() * tensor.element_size()
+                for medium in media
+                for tensor in medium.tensors.values()
+            )
+        )
         work = ref.work // len(media)
         waiting = deque(_Waiting(ref.feature_id, medium, work) for medium in media)
         del media
@@ -279,7 +284,7 @@ class EncodePipeline:
                 elif count > 1:
                     feature = await loop.run_in_executor(self._processors, mean.of_all, feature)
         finally:
-            for item in waiting:  # of a medium that failed or that nobody wants any more
+            for item in waiting:  # the medium failed, or nobody wants it any more
                 item.abandon()
                 if item in self._ready:
                     self._ready.remove(item)
@@ -309,8 +314,9 @@ class EncodePipeline:
         return await self._decoders.decode_audio(data, info, sampling.sample_rate_hz, sampling.num_samples)
 
     async def warm_up(self, data: bytes, layout: MediumLayout) -> None:
-        """Send a medium along the request path, through every decode process and the threads of processors and tower, before there
-        are requests. It is neither counted nor cached, and no stage updates its speed from it.
+        """Send a medium along the request path before there are requests: through every decode process, processor and the tower.
+
+        The medium is neither counted nor cached, and no stage updates its throughput from it.
         """
         loop = asyncio.get_running_loop()
         decodes = (self._decoded(data, layout) for _ in range(self._decoders.processes))
@@ -323,7 +329,7 @@ class EncodePipeline:
         await loop.run_in_executor(self._tower_thread, self._model.encode, media[:1])
 
     async def run(self) -> None:
-        """Batch what is processed and run the tower, until cancelled.
+        """Batch processed media and run the tower, until cancelled.
 
         Raises:
             DeviceLostError: the accelerator failed; this process can no longer encode.
@@ -340,14 +346,14 @@ class EncodePipeline:
             ready = {item.feature_id for item in self._ready}
             if not self._batch_is_full() and len(self._running) > len(ready):
                 await asyncio.sleep(self._batching.max_wait_milliseconds / 1000)
-            if self._ready:  # not cancelled meanwhile
+            if self._ready:  # otherwise all were cancelled meanwhile
                 await self._run_tower(self._take_batch())
 
     async def _run_tower(self, batch: list[_Share]) -> None:
         modality, work = batch[0].medium.modality, sum(share.work for share in batch)
         loop, start = asyncio.get_running_loop(), time.time()
         media = [share.medium for share in batch]
-        began = time.monotonic()
+        monotonic_start = time.monotonic()
         try:
             async with self._tower.run(modality, work):
                 results = await loop.run_in_executor(
@@ -363,7 +369,7 @@ class EncodePipeline:
             self.last_progress = time.monotonic()
         if self._paces is not None and not any(isinstance(result, Exception) for result in results):
             parts = sum(medium.parts for medium in media)
-            self._paces.ran(modality, work, parts, self.last_progress - began)
+            self._paces.ran(modality, work, parts, self.last_progress - monotonic_start)
         for share, result in zip(batch, results, strict=True):
             self._ended_run(share, result, start)
 
@@ -378,41 +384,42 @@ class EncodePipeline:
             return
         item.add(result, start, time.time())
         if not item.done.done():
-            self._ready.append(item)  # behind what came meanwhile
+            self._ready.append(item)  # behind the media that arrived meanwhile
 
     def _batch_is_full(self) -> bool:
         """Whether waiting for more media would not make the next batch larger."""
-        waiting, most = self._ready, self._max_work(self._ready[0].medium.modality)
-        return len(waiting) >= self._batching.max_items or sum(item.work_left for item in waiting) >= most
+        waiting, max_work = self._ready, self._max_work(self._ready[0].medium.modality)
+        return len(waiting) >= self._batching.max_items or sum(item.work_left for item in waiting) >= max_work
 
     def _max_work(self, modality: Modality) -> int:
-        """Of a run, unless one part has more."""
+        """The maximum work of a run, unless one part has more."""
         return self._batching.max_work if self._paces is None else self._paces.max_work(modality)
 
     def _take_batch(self) -> list[_Share]:
-        """The oldest medium of the modality that is next, and those behind it that may share its run. Of a medium with more work than a run, as
-        many parts as fit.
+        """Take the oldest medium of the next modality, and the media behind it that may share its run.
+
+        Of a medium with more work than a run may have, take as many parts as fit.
         """
         modality = self._tower.shares.next_of({item.medium.modality for item in self._ready})
         key = next(item.medium.shape_key for item in self._ready if item.medium.modality == modality)
-        work, most = 0, self._max_work(modality)
+        work, max_work = 0, self._max_work(modality)
         batch: list[_Share] = []
         for item in [item for item in self._ready if item.medium.shape_key == key]:
-            if batch and work + item.work_left > most:
+            if batch and work + item.work_left > max_work:
                 break
-            batch.append(self._share(item, most))
+            batch.append(self._share(item, max_work))
             work += batch[-1].work
             if len(batch) == self._batching.max_items:
                 break
         return batch
 
-    def _share(self, item: _Waiting, most: int) -> _Share:
-        first, last = item.begun, item.begun + item.parts_within(most)
-        item.begun = last
+    def _share(self, item: _Waiting, max_work: int) -> _Share:
+        first, last = item.started_parts, item.started_parts + item.parts_within(max_work)
+        item.started_parts = last
         self._ready.remove(item)
         return _Share(item, self._model.part(item.medium, first, last), item.work_of(first, last))
 
     def close(self) -> None:
-        """Stop the threads; what is running is abandoned."""
+        """Stop the threads; running work is abandoned."""
         self._processors.shutdown(wait=False, cancel_futures=True)
         self._tower_thread.shutdown(wait=False, cancel_futures=True)

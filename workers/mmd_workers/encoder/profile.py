@@ -1,4 +1,4 @@
-"""How much memory a run of the tower takes in addition to its weights, from runs on media without content. Independent of the network and the sandbox.
+"""Measures the memory of a tower run, besides the weights, with blank media. Independent of the network and the sandbox.
 
 On a GPU the largest batches are run. On a CPU, where that would take long, a few small runs show how memory grows.
 """
@@ -52,7 +52,7 @@ class _Blank:
 class Growth:
     """How the bytes of a run grow with the size of its media and with their number, from three small runs.
 
-    `smaller`, `small`: (size, bytes) of runs of one medium; `pair_bytes`: of two of the size of `small`.
+    `smaller`, `small`: (size, bytes) of runs of one medium; `pair_bytes`: bytes of a run of two media of the size of `small`.
     """
 
     smaller: tuple[int, int]
@@ -60,35 +60,40 @@ class Growth:
     pair_bytes: int
 
     def bytes_at(self, size: float, items: int) -> int:
-        """Bytes of a run of `items` media: at least linear in their size, quadratic where attention keeps its scores or a mask, of
-        one medium or of the whole batch."""
-        (before, fewer_bytes), (known, num_bytes) = self.smaller, self.small
+        """Bytes of a run of `items` media of this size.
+
+        They are at least linear in the size, and quadratic if attention keeps its scores or a mask, for one medium or for the
+        whole batch.
+        """
+        (smaller_size, fewer_bytes), (small_size, num_bytes) = self.smaller, self.small
         excess = 0.0
-        if before < known < size:
-            excess = max(0.0, (num_bytes / known - fewer_bytes / before) / (known - before))
-        one = num_bytes * size / known + excess * size * (size - known)
-        shared = max(0, self.pair_bytes - 2 * num_bytes) / 2 * (size / known) ** 2
-        return math.ceil(items * one + shared * items * (items - 1))
+        if smaller_size < small_size < size:
+            excess = max(
+                0.0, (num_bytes / small_size - fewer_bytes / smaller_size) / (small_size - smaller_size)
+            )
+        item_bytes = num_bytes * size / small_size + excess * size * (size - small_size)
+        shared_bytes = max(0, self.pair_bytes - 2 * num_bytes) / 2 * (size / small_size) ** 2
+        return math.ceil(items * item_bytes + shared_bytes * items * (items - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class TowerMemory:
-    """Peak bytes of the largest tower run of all modalities that could be measured; `unknown`: modality and reason of each other."""
+    """Peak bytes of the largest tower run of all measurable modalities; `unknown`: each other modality, with the reason."""
 
     num_bytes: int = 0
     unknown: tuple[str, ...] = ()
 
 
 def tower_memory(model: EncoderModel, policy: MediaPolicy, batching: EncoderBatching) -> TowerMemory:
-    """What the largest run takes that the limits on media and batches allow. An estimate on CPUs.
+    """The memory of the largest run within the limits on media and batches. An estimate on CPUs.
 
-    On a GPU that does not hold the largest medium, what the largest takes that runs: the limits are upper bounds, and a larger
+    On a GPU that does not hold the largest medium, the largest one that runs counts: the limits are upper bounds, and a larger
     medium fails alone, by name, while a pod that did not start would fail all of them.
 
     Raises:
         MemoryBudgetError: the GPU does not hold a run on the smallest medium of a modality.
     """
-    audio = policy.audio.model_copy(update={"too_long": "Truncate"})  # to the model's window
+    audio = policy.audio.model_copy(update={"too_long": "Truncate"})  # cut to the model's window
     frontend = model.frontend(policy.model_copy(update={"audio": audio}))
     num_bytes, unknown = 0, []
     for modality in sorted(model.modalities):
@@ -96,7 +101,7 @@ def tower_memory(model: EncoderModel, policy: MediaPolicy, batching: EncoderBatc
             num_bytes = max(num_bytes, _of_modality(model, frontend, policy, batching, modality))
         except MemoryBudgetError:
             raise
-        except Exception as error:  # noqa: BLE001  a processor that takes none that large, or a model that wants content
+        except Exception as error:  # noqa: BLE001  a processor may refuse the size, a model may need content
             check_device(error, model.device)
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             log.warning(
@@ -122,9 +127,10 @@ def _of_modality(
     media = from_largest(model, frontend, policy, modality, batching)
     large = next(media)
     full = fullest(model, frontend, policy, modality, large, batching)
-    others = [least] if full is large else [full, least]
+    other_blanks = [least] if full is large else [full, least]
     num_bytes = max(
-        measured(run, each, batching) for each in (chain([large], media), *([one] for one in others))
+        measured(run, candidates, batching)
+        for candidates in (chain([large], media), *([blank] for blank in other_blanks))
     )
     if not num_bytes:
         free, total = (number // MEBIBYTE for number in torch.cuda.mem_get_info(model.device))
@@ -136,7 +142,7 @@ def _of_modality(
 
 
 def one_run(model: EncoderModel, blank: _Blank, batching: EncoderBatching) -> _Blank:
-    """What a run has of a medium: as many of its parts as have no more work than a run may, and one in any case."""
+    """The share of a medium in one run: as many parts as a run's work allows, and at least one."""
     parts = blank.medium.parts
     last = max(1, min(parts, parts * batching.max_work // blank.work))
     return _Blank(model.part(blank.medium, 0, last), -(-blank.work * last // parts))
@@ -145,26 +151,26 @@ def one_run(model: EncoderModel, blank: _Blank, batching: EncoderBatching) -> _B
 def estimated(
     model: EncoderModel, frontend: Frontend, modality: Modality, large: _Blank, batching: EncoderBatching
 ) -> int:
-    """Bytes of the largest batch: few large media, or many small ones, which some models pad to the size of large ones."""
+    """Bytes of the largest batch: few large media, or many small ones that some models pad to the large size."""
     first, second = (small(model, frontend, modality, times) for times in (1, 2))
-    one, two = (_live_bytes(model, blank.medium, 1) for blank in (first, second))
-    pair = _live_bytes(model, second.medium, 2) if batching.max_items > 1 else 2 * two
-    # What is padded to one size takes the same memory whatever its work; what is padded and cut again does not.
-    by_work = first.work < second.work and one < two
+    first_bytes, second_bytes = (_live_bytes(model, blank.medium, 1) for blank in (first, second))
+    pair_bytes = _live_bytes(model, second.medium, 2) if batching.max_items > 1 else 2 * second_bytes
+    # Inputs padded to one size take the same memory whatever their work; inputs padded and cut again do not.
+    by_work = first.work < second.work and first_bytes < second_bytes
 
     def size(blank: _Blank) -> int:
         return blank.work if by_work else blank.elements
 
-    growth = Growth((size(first), one), (size(second), two), pair)
+    growth = Growth((size(first), first_bytes), (size(second), second_bytes), pair_bytes)
     sizes = {1: float(max(size(large), size(second)))}
     for items in range(2, most_items(first.work, batching) + 1):
         share = min(1.0, batching.max_work / items / large.work)
         sizes[items] = max(share * size(large), size(first))
-    return max(growth.bytes_at(each, items) for items, each in sizes.items())
+    return max(growth.bytes_at(item_size, items) for items, item_size in sizes.items())
 
 
 def most_items(work: int, batching: EncoderBatching) -> int:
-    """How many media of this work share a batch."""
+    """The number of media with this work that share a batch."""
     return max(1, min(batching.max_items, batching.max_work // work))
 
 
@@ -177,7 +183,7 @@ def _live_bytes(model: EncoderModel, medium: ProcessedMedium, items: int) -> int
 def measured(
     run: Callable[[ProcessedMedium, int], int], media: Iterable[_Blank], batching: EncoderBatching
 ) -> int:
-    """Bytes of the largest batch that runs, of the first of `media` that runs at all; 0 if none does.
+    """Bytes of the largest batch that runs, for the first of `media` that runs at all; 0 if none does.
 
     `run(medium, items)`: the bytes of one run; it raises `torch.OutOfMemoryError` if they exceed the memory. A batch that
     does not run needs no memory: it is halved when it occurs, and a medium that does not run alone fails.
@@ -216,14 +222,14 @@ def _bytes_on_gpu(model: EncoderModel, medium: ProcessedMedium, items: int) -> i
         torch.OutOfMemoryError: the device does not hold it.
     """
     device = model.device
-    torch.cuda.empty_cache()  # also of an earlier, failed run: the frames that held its tensors are gone only now
+    torch.cuda.empty_cache()  # also frees an earlier, failed run: its frames, which held tensors, are gone only now
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    allocated_before = torch.cuda.memory_allocated(device)
     try:
         model.encode([medium] * items)
         torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
+        return int(torch.cuda.max_memory_allocated(device) - allocated_before)
     finally:
         torch.cuda.empty_cache()
 
@@ -235,12 +241,12 @@ def from_largest(
     modality: Modality,
     batching: EncoderBatching,
 ) -> Iterator[_Blank]:
-    """What a run has of the largest medium, then of ever smaller ones, each with at most three quarters of the work of the one before."""
+    """One-run shares of the largest medium, then of ever smaller ones, each with at most three quarters of the previous work."""
     blank = one_run(model, largest(model, frontend, policy, modality), batching)
     yield blank
     for halvings in range(1, math.ceil(_halvings(policy, modality))):
         smaller = one_run(model, largest(model, frontend, policy, modality, halvings), batching)
-        if 4 * smaller.work <= 3 * blank.work:  # else the processor makes nearly the same of both
+        if 4 * smaller.work <= 3 * blank.work:  # otherwise the processor makes nearly the same of both
             blank = smaller
             yield blank
     least = small(model, frontend, modality, 1)
@@ -249,7 +255,7 @@ def from_largest(
 
 
 def _halvings(policy: MediaPolicy, modality: Modality) -> float:
-    """How often the largest medium can be halved until it is a small one."""
+    """How often the largest medium can be halved until it is small."""
     if modality == "audio":
         factor = policy.audio.max_duration_seconds / SMALL_SECONDS
     else:
@@ -262,29 +268,31 @@ def _halvings(policy: MediaPolicy, modality: Modality) -> float:
 def largest(
     model: EncoderModel, frontend: Frontend, policy: MediaPolicy, modality: Modality, halvings: float = 0
 ) -> _Blank:
-    """The medium within the limits that makes the tower work most; its size (of a video: all frames together) is halved `halvings` times.
+    """The medium with the most work within the limits.
+
+    Its size (for a video, all frames together) is halved `halvings` times.
 
     Raises:
         UnsupportedInputError: the model takes none of the shapes that were tried.
     """
-    video, part = policy.video, 2.0**-halvings
-    pixels = int(policy.image.max_pixels * part)
+    video, scale = policy.video, 2.0**-halvings
+    pixels = int(policy.image.max_pixels * scale)
     if modality == "audio":
-        return _blank(model, frontend, _sound(policy.audio.max_duration_seconds * part))
+        return _blank(model, frontend, _sound(policy.audio.max_duration_seconds * scale))
     if modality == "video":
-        frames = max(min(SMALL_FRAMES, video.max_frames), int(video.max_frames * part))
-        pixels = int(policy.image.max_pixels * video.max_frames * part) // frames
+        frames = max(min(SMALL_FRAMES, video.max_frames), int(video.max_frames * scale))
+        pixels = int(policy.image.max_pixels * video.max_frames * scale) // frames
         info = _picture("video", pixels, 1.0, frames, video.frames_per_second_milli / 1000)
         return _blank(model, frontend, info)
-    found, refused = [], None
+    blanks, refusal = [], None
     for shape in SHAPES:
         try:
-            found.append(_blank(model, frontend, _picture("image", pixels, shape)))
+            blanks.append(_blank(model, frontend, _picture("image", pixels, shape)))
         except UnsupportedInputError as error:
-            refused = error
-    if not found and refused is not None:
-        raise refused
-    return max(found, key=lambda blank: blank.work)
+            refusal = error
+    if not blanks and refusal is not None:
+        raise refusal
+    return max(blanks, key=lambda blank: blank.work)
 
 
 def fullest(
@@ -295,28 +303,29 @@ def fullest(
     large: _Blank,
     batching: EncoderBatching,
 ) -> _Blank:
-    """A medium of such a size that no batch has more work than a batch of it: where one of the largest leaves room for less than another,
-    several of medium size have more.
+    """A medium of such a size that no batch has more work than a batch of it.
+
+    If a batch of the largest medium has room left, but not for another one, several of medium size have more work.
     """
     items = math.ceil(min(batching.max_work, batching.max_items * large.work) / large.work)
-    found, more, fewer = [large], 0.0, _halvings(policy, modality)
+    blanks, low, high = [large], 0.0, _halvings(policy, modality)
     for _ in range(FULLEST_TRIES if items > 1 else 0):
-        halvings = (more + fewer) / 2
+        halvings = (low + high) / 2
         try:
             medium = largest(model, frontend, policy, modality, halvings)
-            found.append(one_run(model, medium, batching))
+            blanks.append(one_run(model, medium, batching))
         except UnsupportedInputError:  # too small for this model
-            fewer = halvings
+            high = halvings
             continue
-        if most_items(found[-1].work, batching) < items:
-            more = halvings
+        if most_items(blanks[-1].work, batching) < items:
+            low = halvings
         else:
-            fewer = halvings
-    return max(found, key=lambda blank: blank.work * most_items(blank.work, batching))
+            high = halvings
+    return max(blanks, key=lambda blank: blank.work * most_items(blank.work, batching))
 
 
 def small(model: EncoderModel, frontend: Frontend, modality: Modality, times: int) -> _Blank:
-    """A medium `times` as large in each direction, or as long, as one that runs quickly."""
+    """A medium that runs quickly, enlarged `times` in each direction or in length."""
     if modality == "audio":
         return _blank(model, frontend, _sound(SMALL_SECONDS * times))
     pixels = (SMALL_SIDE * times) ** 2
@@ -324,14 +333,17 @@ def small(model: EncoderModel, frontend: Frontend, modality: Modality, times: in
 
 
 def _blank(model: EncoderModel, frontend: Frontend, info: MediumInfo) -> _Blank:
-    """Of a video all frames, which a request may choose, or as many as the processor takes of its own accord if those are more."""
+    """A medium of this shape without content.
+
+    A video has all its frames, which a request may choose, or as many as the processor samples by default if those are more.
+    """
     message = {"role": "user", "content": [{"type": info.modality}]}
     (layout,) = frontend.layout([message], [info]).media
     if info.modality == "video":
-        with contextlib.suppress(UnsupportedInputError):  # it samples by rate alone
+        with contextlib.suppress(UnsupportedInputError):  # the processor samples by rate alone
             choice = SamplingChoice(num_frames=info.num_frames)
             (chosen,) = frontend.layout([message], [info], choices=[choice]).media
-            layout = max(layout, chosen, key=lambda each: each.work)
+            layout = max(layout, chosen, key=lambda candidate: candidate.work)
     return _Blank(model.blank(info, layout), layout.work)
 
 

@@ -3,7 +3,7 @@
 Every stage has servers: processes, threads or connections that work on one batch each. A pod encodes no faster than its
 slowest stage, whichever that is for a modality: decoding for video, the tower for images, the transfer for slow links.
 
-Media that wait for a stage have it in turn by modality, each the same time, so that an image waits for no backlog of videos.
+Modalities take turns at a stage and get the same time each, so that an image waits for no backlog of videos.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ THROUGHPUT_SMOOTHING = 0.2  # weight of the newest run
 MAX_RUNS = 4096  # runs remembered by a stage; more of them in one window are too short to matter
 LEAST_DECODERS = 2  # so that a long video holds up nobody
 BYTES_PER_DECODER = 1 << 30
-"""Of what media may take: a decoder needs memory of its own beside what it decodes to, which nothing counts."""
-DECODERS_PER_PROCESSOR = 4  # most media take their decoder longer than that many times their processor
+"""Bytes of the media budget per decoder: a decoder also needs memory of its own, which nothing counts."""
+DECODERS_PER_PROCESSOR = 4  # most media occupy a decoder over this many times as long as a processor
 
 
 def decoders_for(cores: int, media_bytes: int, most: int) -> int:
-    """How many processes decode: one for each core, as far as each has its part of the bytes that media may take, and no more than the media that
-    are encoded at once, which are `most`."""
+    """The number of decode processes: one per core, as far as `media_bytes` has `BYTES_PER_DECODER` for each.
+
+    No more than `most`, the number of media that are encoded at once.
+    """
     return max(LEAST_DECODERS, min(cores, media_bytes // BYTES_PER_DECODER, most))
 
 
 def processors_beside(decoders: int) -> int:
-    """How many threads process what so many processes decode."""
+    """The number of threads that process the output of this many decode processes."""
     return max(1, decoders // DECODERS_PER_PROCESSOR)
 
 
@@ -87,13 +89,13 @@ class EncodeStage:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self._free_server()  # it had its turn at the same moment
+                self._free_server()  # its turn came at the same moment
             elif turn in (turns := self._waiting.get(modality, deque())):
                 turns.remove(turn)
             raise
 
     def _free_server(self) -> None:
-        """Hand a server to whoever is next; those that have just been cancelled are passed over."""
+        """Hand a server to the next waiter, passing over those that have just been cancelled."""
         while waiting := [modality for modality, turns in self._waiting.items() if turns]:
             turn = self._waiting[self.shares.next_of(waiting, self._having())].popleft()
             if not turn.done():
@@ -102,27 +104,27 @@ class EncodeStage:
         self._free += 1
 
     def _having(self) -> dict[Modality, float]:
-        """Seconds that those have had which still run, by modality."""
+        """Seconds so far of the runs in progress, by modality."""
         now, seconds = self._clock(), dict[Modality, float]()
         for modality, start in self._running.values():
             seconds[modality] = seconds.get(modality, 0.0) + now - start
         return seconds
 
     def record(self, modality: Modality, work: int, start: float, end: float) -> None:
-        """Note a run that was timed elsewhere, from `start` to `end` of the clock. Without work it counts as busy time alone."""
+        """Record a run that was timed elsewhere, from `start` to `end` of the clock. Without work it counts as busy time alone."""
         self._ended.append((start, end))
         self._on_end(self, end - start)
         if work:
             rate = self.servers * work / max(end - start, 1e-6)
-            old = self.work_per_second.get(modality, rate)
-            self.work_per_second[modality] = old + THROUGHPUT_SMOOTHING * (rate - old)
+            previous_rate = self.work_per_second.get(modality, rate)
+            self.work_per_second[modality] = previous_rate + THROUGHPUT_SMOOTHING * (rate - previous_rate)
 
     def busy_fraction(self) -> float:
         """Share of the last ten seconds that the servers worked, runs in flight included."""
         now = self._clock()
-        begin = now - BUSY_WINDOW_SECONDS
+        window_start = now - BUSY_WINDOW_SECONDS
         runs = (*self._ended, *((start, now) for _, start in self._running.values()))
-        busy = sum(max(0.0, end - max(start, begin)) for start, end in runs)
+        busy = sum(max(0.0, end - max(start, window_start)) for start, end in runs)
         return busy / (BUSY_WINDOW_SECONDS * self.servers)
 
 

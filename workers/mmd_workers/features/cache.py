@@ -1,7 +1,7 @@
-"""Encoded features by content, bounded in bytes, with a disk below it if there is one. A miss costs time, never correctness.
+"""A cache of encoded features by content, bounded in bytes, with a disk below it if there is one. A miss costs time, never correctness.
 
-What was used often and recently stays. A use counts half as much after every `HALF_LIFE_SECONDS`, and the score of a feature is when one
-single use would count as much as all of its own: since all of them fade alike, the order of scores changes only by uses.
+Features that were used often and recently stay. A use counts half as much after every `HALF_LIFE_SECONDS`. The score of a feature is the
+time at which one single use would count as much as all of its own: since all uses fade alike, only uses change the order of scores.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ HALF_LIFE_SECONDS = 600.0
 
 
 class Below(Protocol):
-    """Where features go that are evicted here."""
+    """The tier that evicted features go to."""
 
     def keep(self, feature_id: str, feature: Feature) -> None:
-        """Take a feature, soon and if there is room."""
+        """Store a feature, soon and if there is room."""
         ...
 
     def __contains__(self, feature_id: str) -> bool:
-        """Whether it is there."""
+        """Whether the feature is stored."""
         ...
 
     async def read(self, feature_id: str) -> Feature | None:
-        """The feature, unless it is not there or cannot be read."""
+        """The feature; None if it is missing or cannot be read."""
         ...
 
 
-_Coldest = tuple[float, int, str]  # score, number, feature
+_Coldest = tuple[float, int, str]  # score, number, feature id
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Hot:
-    """A feature and its score, as seconds from now: above 0 when it counts more than one use now."""
+    """A feature and its score, as seconds from now: above 0 if its uses count more than one use now."""
 
     feature_id: str
     feature: Feature
@@ -56,22 +56,22 @@ class Hot:
 
 
 class CacheRoom:
-    """What a cache could free for features of others, as it was at one time."""
+    """A snapshot of the bytes that a cache could free for features of other pods."""
 
     def __init__(self, now: float, free_bytes: int, held: Iterable[tuple[float, int]]) -> None:
-        """`held`: score and bytes of what it holds."""
+        """`held`: score and bytes of each feature that the cache holds."""
         coldest_first = sorted(held)
         self._now = now
         self._scores = [score for score, _ in coldest_first]
         self._bytes = list(itertools.accumulate((size for _, size in coldest_first), initial=free_bytes))
 
     def bytes_for(self, heat_seconds: float) -> int:
-        """Bytes that are free, or held by what is colder."""
+        """Bytes that are free, or held by colder features."""
         return self._bytes[bisect_left(self._scores, self._now + heat_seconds)]
 
 
 class FeatureCache:
-    """What has the lowest score goes first; a feature larger than the whole budget is not kept in memory."""
+    """Evicts the lowest score first; a feature larger than the whole budget is not kept in memory."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class FeatureCache:
         below: Below | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`held`: notes what comes and goes. `below`: takes what is evicted."""
+        """`held`: notes which features come and go. `below`: takes evicted features."""
         self.held = held if held is not None else HeldFeatures()
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._below = below
         self._clock = clock
         self._features: dict[str, _Entry] = {}
-        self._coldest: list[_Coldest] = []  # one for each feature; its score may have risen since
+        self._coldest: list[_Coldest] = []  # one entry per feature, whose score may have risen since
         self._numbers = itertools.count()
 
     def get(self, feature_id: str) -> Feature | None:
@@ -98,7 +98,7 @@ class FeatureCache:
         return entry.feature
 
     async def read_below(self, feature_id: str) -> Feature | None:
-        """The feature from the disk, for one that is not in memory."""
+        """Read a feature that is not in memory from the disk."""
         return None if self._below is None else await self._below.read(feature_id)
 
     def __contains__(self, feature_id: str) -> bool:
@@ -112,14 +112,14 @@ class FeatureCache:
         return self._put(feature_id, feature, self._clock())
 
     def put_handed_over(self, feature_id: str, feature: Feature, heat_seconds: float) -> bool:
-        """Keep a feature of another pod, unless something hotter would have to go for it; whether it is kept."""
+        """Keep another pod's feature, unless that would evict a hotter one; returns whether it is kept."""
         if feature_id in self._features or not self.has_room_for(feature.num_bytes, heat_seconds):
             return False
         self._put(feature_id, feature, self._clock() + heat_seconds)
         return True
 
     def has_room_for(self, num_bytes: int, heat_seconds: float) -> bool:
-        """Whether so many bytes are free, or held by what is colder."""
+        """Whether this many bytes are free, or held by colder features."""
         if num_bytes > self.budget_bytes:
             return False
         score, missing = self._clock() + heat_seconds, self.used_bytes + num_bytes - self.budget_bytes
@@ -134,20 +134,20 @@ class FeatureCache:
         return missing <= 0
 
     def room(self) -> CacheRoom:
-        """For many questions at once, of which each would begin at the coldest."""
-        held = ((entry.score, entry.feature.num_bytes) for entry in self._features.values())
-        return CacheRoom(self._clock(), self.budget_bytes - self.used_bytes, held)
+        """A snapshot for many questions at once: each `has_room_for` would begin at the coldest feature."""
+        entries = ((entry.score, entry.feature.num_bytes) for entry in self._features.values())
+        return CacheRoom(self._clock(), self.budget_bytes - self.used_bytes, entries)
 
     def hottest(self, most: int, most_bytes: int) -> list[Hot]:
-        """The features of the highest scores, as many as fit into `most_bytes`, hottest first."""
-        now, found, left = self._clock(), list[Hot](), most_bytes
+        """At most `most` features with the highest scores, as many as fit into `most_bytes`, hottest first."""
+        now, hot_features, remaining_bytes = self._clock(), list[Hot](), most_bytes
         for feature_id, entry in sorted(self._features.items(), key=lambda item: -item[1].score):
-            if len(found) == most:
+            if len(hot_features) == most:
                 break
-            if entry.feature.num_bytes <= left:
-                left -= entry.feature.num_bytes
-                found.append(Hot(feature_id, entry.feature, entry.score - now))
-        return found
+            if entry.feature.num_bytes <= remaining_bytes:
+                remaining_bytes -= entry.feature.num_bytes
+                hot_features.append(Hot(feature_id, entry.feature, entry.score - now))
+        return hot_features
 
     def _put(self, feature_id: str, feature: Feature, score: float) -> int:
         if feature_id in self._features:
@@ -160,12 +160,12 @@ class FeatureCache:
         while self.used_bytes + feature.num_bytes > self.budget_bytes:
             coldest = self._next_coldest()
             assert coldest is not None, "an empty cache has room for all that fits into its budget"
-            gone = coldest[2]
-            evicted = self._features.pop(gone).feature
+            evicted_id = coldest[2]
+            evicted = self._features.pop(evicted_id).feature
             self.used_bytes -= evicted.num_bytes
             if self._below is not None:
-                self._below.keep(gone, evicted)
-            self.held.remove(gone)
+                self._below.keep(evicted_id, evicted)
+            self.held.remove(evicted_id)
             evictions += 1
         self.used_bytes += feature.num_bytes
         self._features[feature_id] = _Entry(feature, score)
@@ -174,15 +174,15 @@ class FeatureCache:
         return evictions
 
     def _next_coldest(self) -> _Coldest | None:
-        """Take the feature of the lowest score out of the heap."""
+        """Take the feature with the lowest score out of the heap."""
         while self._coldest:
             score, number, feature_id = heapq.heappop(self._coldest)
-            if (now := self._features[feature_id].score) == score:
+            if (current_score := self._features[feature_id].score) == score:
                 return score, number, feature_id
-            heapq.heappush(self._coldest, (now, number, feature_id))
+            heapq.heappush(self._coldest, (current_score, number, feature_id))
         return None
 
 
 def _used_again(score: float, now: float) -> float:
-    """The score after one more use: of two uses at one time it is that of one use a half-life later."""
+    """The score after one more use. Two uses at one time score as one use a half-life later."""
     return max(score, now) + HALF_LIFE_SECONDS * math.log2(1 + 2 ** (-abs(score - now) / HALF_LIFE_SECONDS))

@@ -1,8 +1,8 @@
-"""Features that a cache has evicted, in files: found by identity and pipeline revision, checked by digest, bounded in bytes.
+"""A disk tier of evicted features, in files: found by identity and pipeline revision, checked by digest, bounded in bytes.
 
-One safetensors file a feature, in a folder of the revision; no index beside them, so that files and what is known of them cannot
-differ after a crash: they are listed at the start. (diskcache would keep an index in SQLite and pickle the values.) Whatever is wrong with a
-file is a miss, and the file goes. Whatever is wrong with the disk turns it off for `OFF_SECONDS`; no request fails for it.
+Each feature is one safetensors file, in a folder of its revision. There is no index beside the files, so that the two cannot differ after
+a crash: files are listed at the start. (diskcache would keep an index in SQLite and pickle the values.) A file with any fault is a miss and
+is removed. Any fault of the disk turns the tier off for `OFF_SECONDS`; no request fails for it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 
 OFF_SECONDS = 60.0
-READ_SECONDS = 2.0  # and as long as the slowest disk takes that is faster than encoding again
+# A read may take READ_SECONDS, plus its time on the slowest disk that is faster than encoding again.
+READ_SECONDS = 2.0
 SLOWEST_BYTES_PER_SECOND = 32 << 20
 WRITE_SECONDS = 30.0
-GONE_SECONDS = 86_400.0  # without a use, after which nobody waits for a pod of this revision to come back
+GONE_SECONDS = 86_400.0  # a pod of this revision whose folder is unused for so long is not expected back
 LOCK_TRIES = 3
-MOST_WAITING_BYTES = 64 << 20  # to be written, in memory on top of the cache; a larger feature waits alone
-MOST_FILES = MOST_REPORTED // 2  # the rest is for what is in memory
+MOST_WAITING_BYTES = 64 << 20  # features to be written, on top of the cache; a larger one waits alone
+MOST_FILES = MOST_REPORTED // 2  # the rest is for features in memory
 SUFFIX, PART, LOCK = ".safetensors", ".part", "mmd-features.lock"
-FOLDER = "features-"  # and the revision
+FOLDER = "features-"  # followed by the revision
 _BLOCK_BYTES = 4096
-_LENGTH_BYTES = 8  # of the header's length, which a file begins with
+_LENGTH_BYTES = 8  # a file begins with the length of its header
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ _Result = TypeVar("_Result")
 
 
 class DamagedError(Exception):
-    """A file is not what it should be."""
+    """A file does not hold what it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class DiskTier:
     def __init__(
         self, folder: Path, revision: str, budget_bytes: int, held: HeldFeatures, metrics: Metrics
     ) -> None:
-        """`folder`: of this pod alone, beside those of the other pods of its deployment. `held`: notes what comes and goes."""
+        """`folder`: folder of this pod alone, beside those of its deployment's other pods. `held`: notes which features come and go."""
         self._root = folder
         self._folder = folder / f"{FOLDER}{revision}"
         self._revision = revision
@@ -78,19 +79,19 @@ class DiskTier:
         self.used_bytes = 0
         self.waiting_bytes = 0
         self.is_on = False
-        self._is_reported = False  # that it is off, since it was on
-        self._was_full = False  # when it was turned off
+        self._is_reported = False  # whether the present turn-off was logged
+        self._was_full = False  # whether the disk was full when the tier was turned off
         self._skipped: set[str] = set()  # folders that could not be removed, reported once
-        self._lock: int | None = None  # a descriptor: shows other processes that this one lives
+        self._lock: int | None = None  # a descriptor that shows other processes that this one lives
         self._closing = threading.Lock()  # the lock is taken on a thread
         self._closed = False
         self._held = held
         self._metrics = metrics
-        self._files: OrderedDict[str, int] = OrderedDict()  # bytes by feature, the one used longest ago first
-        self._waiting: OrderedDict[str, Feature] = OrderedDict()  # to be written
+        self._files: OrderedDict[str, int] = OrderedDict()  # bytes by feature id, least recently used first
+        self._waiting: OrderedDict[str, Feature] = OrderedDict()  # features to be written
         self._wake = asyncio.Event()
         self._reading = asyncio.Lock()
-        self._reads: dict[str, asyncio.Task[Feature | None]] = {}  # by feature, for all who ask meanwhile
+        self._reads: dict[str, asyncio.Task[Feature | None]] = {}  # by feature id, for all who ask meanwhile
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-features")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-features")
 
@@ -119,7 +120,7 @@ class DiskTier:
         self._wake.set()
 
     async def read(self, feature_id: str) -> Feature | None:
-        """The feature, unless it is not there or cannot be read."""
+        """The feature; None if it is missing or cannot be read."""
         if (feature := self._waiting.get(feature_id)) is None:
             if (task := self._reads.get(feature_id)) is None:
                 task = self._reads[feature_id] = asyncio.create_task(
@@ -131,7 +132,7 @@ class DiskTier:
         return feature
 
     async def _read_in_turn(self, feature_id: str) -> Feature | None:
-        async with self._reading:  # the time of a read does not count that of others
+        async with self._reading:  # the time limit of a read does not cover other reads
             return await self._read(feature_id)
 
     async def _read(self, feature_id: str) -> Feature | None:
@@ -158,7 +159,7 @@ class DiskTier:
     # --- the life of the tier -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Find what an earlier process of this pod has left, and write what is evicted, until cancelled."""
+        """Find the files that an earlier process of this pod left, and write evicted features, until cancelled."""
         while True:
             try:
                 await self._find()
@@ -175,7 +176,7 @@ class DiskTier:
             await asyncio.sleep(OFF_SECONDS)
 
     def close(self) -> None:
-        """Leave the threads and the folder; what waits to be written is lost, what is written stays."""
+        """Leave the threads and the folder; features that wait to be written are lost, written ones stay."""
         for threads in (self._reader, self._writer):
             threads.shutdown(wait=False, cancel_futures=True)
         with self._closing:
@@ -185,7 +186,7 @@ class DiskTier:
                 self._lock = None
 
     async def _find(self) -> None:
-        """No step has a deadline: they delay nobody, and one that is given up would begin again."""
+        """Tidy and list the folder. No step has a deadline: none delays anybody, and an abandoned step would begin again."""
         self._show()
         unused_seconds = 0.0 if self._was_full else GONE_SECONDS
         self._report(await self._run(self._writer, partial(remove_gone, self._folder, unused_seconds), None))
@@ -196,7 +197,7 @@ class DiskTier:
         for file in files:
             self._files[file.feature_id] = file.num_bytes
             self.used_bytes += file.num_bytes
-        for feature_id in reversed(self._files):  # what was used last is reported first
+        for feature_id in reversed(self._files):  # the most recently used is reported first
             self._held.add(feature_id)
         self.is_on = True
         await self._make_room(0, 0)
@@ -207,7 +208,7 @@ class DiskTier:
         log.info("features on disk: %d, %d bytes of %d", len(self._files), self.used_bytes, self.budget_bytes)
 
     def _take_lock(self) -> None:
-        """On a thread, so that a lock that comes late is not lost."""
+        """Take the lock, on a thread, so that a lock that comes late is not lost."""
         descriptor = lock(self._root)
         with self._closing:
             if self._closed:
@@ -265,7 +266,7 @@ class DiskTier:
             self._turn_off(error)
 
     def _turn_off(self, error: Exception) -> None:
-        """Forget everything; what is on disk is found again after `OFF_SECONDS`."""
+        """Turn the tier off and forget everything; files are found again after `OFF_SECONDS`."""
         if not self._is_reported:
             self._is_reported = True
             log.warning(
@@ -289,7 +290,7 @@ class DiskTier:
     async def _run(
         self, threads: ThreadPoolExecutor, work: Callable[[], _Result], seconds: float | None
     ) -> _Result:
-        """In a thread. A disk that hangs raises an `OSError` (TimeoutError is one)."""
+        """Run work in a thread. A disk that hangs raises an `OSError` (TimeoutError is one)."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(seconds):
             return await loop.run_in_executor(threads, work)
@@ -314,12 +315,12 @@ def _taken(num_bytes: int) -> int:
 
 
 def lock(folder: Path) -> int:
-    """A descriptor of the lock of a pod's folder, free again when its process ends.
+    """Lock a pod's folder; returns the lock's descriptor. The lock is free again when its process ends.
 
     Raises:
         OSError: another process has it, or the disk fails.
     """
-    for _ in range(LOCK_TRIES):  # a folder in which nothing is left may be removed meanwhile
+    for _ in range(LOCK_TRIES):  # an empty folder may be removed meanwhile
         _make(folder)
         try:
             descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
@@ -340,17 +341,18 @@ def lock(folder: Path) -> int:
 
 
 def remove_gone(folder: Path, unused_seconds: float) -> dict[str, OSError]:
-    """Remove what pods beside this one left that are gone: all of other revisions, and of this revision what nobody has used for so long.
+    """Remove the folders of pods that are gone; returns the folders where this failed.
 
-    A folder without our lock is not ours, and none is made in it. Returns the folders where it failed.
+    All folders of other revisions are removed, and those of this revision that nobody has used for `unused_seconds`. A folder without our
+    lock file is not ours, and no lock file is made in it.
     """
     failed: dict[str, OSError] = {}
-    own, volume = folder.parent, folder.parent.parent
+    own_folder, volume = folder.parent, folder.parent.parent
     if not volume.is_dir():
         return failed
     for pod in list(os.scandir(volume)):
         try:
-            if pod.name != own.name and pod.is_dir(follow_symlinks=False):
+            if pod.name != own_folder.name and pod.is_dir(follow_symlinks=False):
                 _remove_gone(Path(pod.path), folder.name, unused_seconds)
         except (FileNotFoundError, BlockingIOError):
             continue  # not ours, or that pod still serves
@@ -375,7 +377,7 @@ def _remove_gone(pod: Path, revision: str, unused_seconds: float) -> None:
 
 
 def remove_other_revisions(folder: Path) -> dict[str, OSError]:
-    """Of this pod, whose lock is held. Returns the folders where it failed."""
+    """Remove other revisions of this pod, whose lock is held; returns the folders where this failed."""
     failed: dict[str, OSError] = {}
     for entry in _revisions(folder.parent):
         if entry.name != folder.name:
@@ -395,9 +397,9 @@ def _revisions(pod: Path) -> list[os.DirEntry[str]]:
 
 
 def tidy(folder: Path) -> list[_File]:
-    """The files of this revision, the one used longest ago first. Those that are not complete are removed."""
+    """Remove incomplete files; returns the files of this revision, least recently used first."""
     _make(folder)
-    found = []
+    files = []
     for entry in os.scandir(folder):
         name = entry.name.removesuffix(SUFFIX)
         if entry.is_dir(follow_symlinks=False):
@@ -406,8 +408,8 @@ def tidy(folder: Path) -> list[_File]:
             os.unlink(entry.path)
         else:
             state = entry.stat()
-            found.append((state.st_mtime_ns, _File(name, _taken(state.st_size))))
-    return [file for _, file in sorted(found, key=lambda one: one[0])]
+            files.append((state.st_mtime_ns, _File(name, _taken(state.st_size))))
+    return [file for _, file in sorted(files, key=lambda item: item[0])]
 
 
 def _make(folder: Path) -> None:
@@ -417,7 +419,7 @@ def _make(folder: Path) -> None:
 
 
 def packed(feature_id: str, revision: str, feature: Feature) -> bytes:
-    """The file of a feature."""
+    """The content of a feature's file."""
     metadata = {
         "feature": feature_id,
         "revision": revision,
@@ -433,7 +435,7 @@ def packed(feature_id: str, revision: str, feature: Feature) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """A reader finds the whole file or none."""
+    """Write a file so that a reader finds the whole file or none."""
     part = path.with_suffix(PART)
     try:
         part.write_bytes(data)
@@ -444,16 +446,16 @@ def write(path: Path, data: bytes) -> None:
 
 
 def load(path: Path, feature_id: str, revision: str) -> Feature:
-    """The feature in a file. The file is read, not mapped: an error of the disk would end the process.
+    """The feature in a file. The file is read, not mapped: in a mapping, an error of the disk would end the process.
 
     Raises:
-        DamagedError: the file is not of this feature and revision, or has been damaged.
+        DamagedError: the file belongs to another feature or revision, or has been damaged.
         OSError: the disk fails.
     """
     data = path.read_bytes()
     try:
         metadata = _metadata(data)
-        modality = next(one for one in MODALITIES if one == metadata["modality"])
+        modality = next(name for name in MODALITIES if name == metadata["modality"])
         feature = Feature(modality, safetensors.torch.load(data))
         if (metadata["feature"], metadata["revision"]) != (feature_id, revision):
             raise DamagedError("it is of another feature or revision")
@@ -468,14 +470,14 @@ def load(path: Path, feature_id: str, revision: str) -> Feature:
 
 def _metadata(data: bytes) -> dict[str, Any]:
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    found: dict[str, Any] = json.loads(data[_LENGTH_BYTES:end])["__metadata__"]
-    return found
+    metadata: dict[str, Any] = json.loads(data[_LENGTH_BYTES:end])["__metadata__"]
+    return metadata
 
 
 def digest_of(feature: Feature) -> str:
-    """Of the bytes of all tensors with their names, dtypes and shapes."""
+    """The digest of the bytes of all tensors with their names, dtypes and shapes."""
     digest = hashlib.blake2b(digest_size=16)
-    for header, data in sorted(buffers_of(feature), key=lambda one: one[0].name):
+    for header, data in sorted(buffers_of(feature), key=lambda item: item[0].name):
         digest.update(f"{header.name} {header.dtype} {header.shape};".encode())
         digest.update(data)
     return digest.hexdigest()

@@ -10,7 +10,7 @@ from mmd_workers.wire.messages.message_parts import FeatureRef
 
 
 def layout_of(ref: FeatureRef) -> MediumLayout:
-    """What the model must know of a medium that came over the wire."""
+    """The layout of a medium that came over the wire, as the model needs it."""
     return MediumLayout(
         modality=ref.modality,
         num_tokens=ref.num_tokens,
@@ -28,7 +28,7 @@ def media_spans(features: Iterable[FeatureRef]) -> list[tuple[int, int, str]]:
 
 
 def media_end(features: Iterable[FeatureRef]) -> int:
-    """How many leading tokens of a prompt hold all of its media."""
+    """The number of leading tokens of a prompt that hold all of its media."""
     return max((start + length for ref in features for start, length in ref.ranges), default=0)
 
 

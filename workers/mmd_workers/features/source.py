@@ -10,15 +10,16 @@ from mmd_workers.wire.messages.prefill import GenerateRequest
 
 
 class FeatureSource(Protocol):
-    """Where features come from: the queue and an encoder pod, or the tower of this process."""
+    """A source of features: the queue and encoder pods, or the tower of this process."""
 
     def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
         """Request the feature; it, or its failure, arrives in the store."""
         ...
 
     def times(self, feature_id: str) -> dict[str, float]:
-        """Unix times of the steps of a feature that has arrived; empty when it was here already. `arrived`: of one that another pod encoded,
-        which reports how.
+        """Unix times of the steps of a feature that has arrived; empty if it was here already.
+
+        `arrived` is among them if another pod encoded the feature; that pod reports how.
         """
         ...
 
@@ -27,12 +28,15 @@ class LocalFeatureSource(FeatureSource, Protocol):
     """The tower of this process."""
 
     def has(self, feature_id: str) -> bool:
-        """Whether the feature is in its cache, or is being made."""
+        """Whether the feature is in the tower's cache, or is being made."""
         ...
 
 
 class EitherSource:
-    """Small media from the tower of this process where the router says so, and what that tower has in its cache; the rest from encoder pods."""
+    """The tower of this process for small media and features that it has, encoder pods for the rest.
+
+    The router decides for which requests the tower encodes small media.
+    """
 
     def __init__(self, local: LocalFeatureSource, remote: FeatureSource) -> None:
         self._local = local
@@ -40,8 +44,8 @@ class EitherSource:
 
     def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
         """See `FeatureSource.request`."""
-        here = request.encode_here or self._local.has(ref.feature_id)
-        (self._local if here else self._remote).request(ref, request)
+        is_local = request.encode_here or self._local.has(ref.feature_id)
+        (self._local if is_local else self._remote).request(ref, request)
 
     def times(self, feature_id: str) -> dict[str, float]:
         """See `FeatureSource.times`."""
@@ -49,11 +53,11 @@ class EitherSource:
 
 
 class EncodeError(MmdError):
-    """A medium was given up; code, status and remedy are those of the encoder's error.
+    """A medium was given up; code, status and remedy come from the encoder's error.
 
-    `retryable` is about the request, placed anew as a whole. When the gateway that held the bytes is done with them the request can still be served: placed again, it brings its own.
-    A deadline here is that of a job or of another request that shares the feature; the request's own is watched elsewhere. `feature_id`: of the
-    medium, where another try at encoding it is of no use; else empty.
+    `retryable` is about placing the whole request anew. If the gateway that held the bytes no longer has them, the request can still be
+    served: placed again, it brings its own. A deadline here belongs to a job or to another request that shares the feature; the request's
+    own is watched elsewhere. `feature_id`: id of the medium's feature if another try at encoding it is of no use; otherwise empty.
     """
 
     def __init__(self, error: MmdError, *, retryable: bool, feature_id: str = "") -> None:

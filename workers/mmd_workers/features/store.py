@@ -1,8 +1,8 @@
 """The life of features on the worker that needs them, within a budget of bytes: work waits for room, it is never dropped.
 
 Registered → Encoding → Encoded → Merged → Prefilled → Discarded. A request is admitted with all its features at once, in
-order of arrival, so that two half-admitted requests can never wait for each other's bytes. What a finished request leaves
-behind stays as cache until its bytes are needed.
+order of arrival, so that two half-admitted requests can never wait for each other's bytes. The features of a finished request
+stay as cache until their bytes are needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Entry:
 
     @property
     def is_here(self) -> bool:
-        """Whether the feature has come."""
+        """Whether the feature has arrived."""
         arrival = self.arrival
         return arrival.done() and not arrival.cancelled() and arrival.exception() is None
 
@@ -53,7 +53,7 @@ class FeatureStore:
         on_transition: Callable[[FeatureState | None, FeatureState], None],
         held: HeldFeatures | None = None,
     ) -> None:
-        """`held`: is told which features come and go."""
+        """`held`: notes which features come and go."""
         self._held = held if held is not None else HeldFeatures()
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
@@ -91,36 +91,35 @@ class FeatureStore:
             if turn.done():
                 self._waiting.popleft()
                 continue
-            new = {fid: size for fid, size in needs.items() if fid not in self._entries}
-            if not self._make_room(sum(new.values()), keep=needs.keys()):
+            new_sizes = {fid: size for fid, size in needs.items() if fid not in self._entries}
+            if not self._make_room(sum(new_sizes.values()), keep=needs.keys()):
                 return
             self._waiting.popleft()
             for fid in needs:
-                if fid in new:
-                    self._register(fid, new[fid])
+                if fid in new_sizes:
+                    self._register(fid, new_sizes[fid])
                 self._entries[fid].users.add(request_id)
                 self._entries.move_to_end(fid)
-            turn.set_result(list(new))
+            turn.set_result(list(new_sizes))
 
     def _make_room(self, num_bytes: int, keep: Collection[str]) -> bool:
-        wanted = self.used_bytes + num_bytes - self.budget_bytes
-        if wanted <= 0:
+        missing_bytes = self.used_bytes + num_bytes - self.budget_bytes
+        if missing_bytes <= 0:
             return True
         idle = [(fid, entry) for fid, entry in self._entries.items() if not entry.users and fid not in keep]
-        if sum(entry.num_bytes for _, entry in idle) < wanted:
+        if sum(entry.num_bytes for _, entry in idle) < missing_bytes:
             return False
         for fid, entry in idle:
-            if wanted <= 0:
+            if missing_bytes <= 0:
                 break
-            wanted -= entry.num_bytes
+            missing_bytes -= entry.num_bytes
             self._discard(fid)
         return True
 
     def _register(self, feature_id: str, num_bytes: int) -> None:
         arrival: asyncio.Future[Feature] = asyncio.get_running_loop().create_future()
-        arrival.add_done_callback(
-            lambda f: f.cancelled() or f.exception()
-        )  # a failure nobody waits for is no news
+        # The error is retrieved, so that a failure that nobody waits for is not logged.
+        arrival.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._entries[feature_id] = _Entry(num_bytes, FeatureState.REGISTERED, arrival)
         self.used_bytes += num_bytes
         self._on_transition(None, FeatureState.REGISTERED)
@@ -131,10 +130,10 @@ class FeatureStore:
             entry.state = state
 
     def arrival(self, feature_id: str) -> asyncio.Future[Feature]:
-        """Resolves to the feature, or to the error that ended its life. Shared by all users: await it shielded.
+        """A future of the feature, or of the error that ended its life. Shared by all users: await it shielded.
 
         Raises:
-            FeatureLostError: it failed for others between this request's admission and now.
+            FeatureLostError: the feature failed for others between this request's admission and now.
         """
         if (entry := self._entries.get(feature_id)) is None:
             raise FeatureLostError(
@@ -143,7 +142,7 @@ class FeatureStore:
         return entry.arrival
 
     def encoding(self, feature_id: str) -> None:
-        """Its encode job has been published or started."""
+        """Note that the feature's encode job has been published or started."""
         if (entry := self._entries.get(feature_id)) is not None and entry.state is FeatureState.REGISTERED:
             self._move(entry, FeatureState.ENCODING)
 
@@ -155,7 +154,7 @@ class FeatureStore:
         return "have" if entry.arrival.done() else "send"
 
     def deliver(self, feature_id: str, feature: Feature) -> None:
-        """The feature is here, complete and verified."""
+        """Store a feature that arrived complete and verified."""
         entry = self._entries.get(feature_id)
         if entry is None or entry.arrival.done():
             return
@@ -167,7 +166,7 @@ class FeatureStore:
         self._admit_waiting()
 
     def fail(self, feature_id: str, error: MmdError) -> None:
-        """The feature will not arrive: all waiters get the error, and its room is freed."""
+        """Give up a feature that will not arrive: all waiters get the error, and its room is freed."""
         if (entry := self._entries.get(feature_id)) is None or entry.arrival.done():
             return
         entry.arrival.set_exception(error)
@@ -175,12 +174,12 @@ class FeatureStore:
         self._admit_waiting()
 
     def merged(self, feature_id: str) -> None:
-        """A prompt has it."""
+        """Note that a prompt has the feature."""
         if (entry := self._entries.get(feature_id)) is not None and entry.state is FeatureState.ENCODED:
             self._move(entry, FeatureState.MERGED)
 
     def release(self, request_id: str) -> None:
-        """The request is prefilled, failed or cancelled. A feature without users stays as cache, if it ever came."""
+        """Release a request that was prefilled, failed or cancelled. A feature without users stays as cache, if it ever came."""
         for fid, entry in list(self._entries.items()):
             if request_id not in entry.users:
                 continue
@@ -203,19 +202,19 @@ class FeatureStore:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of features that requests need, which no other can have, and of those that requests wait for room for."""
-        held = sum(entry.num_bytes for entry in self._entries.values() if entry.users)
+        """Bytes of features in use, which no other request can have, and of features that requests wait for room for."""
+        used = sum(entry.num_bytes for entry in self._entries.values() if entry.users)
         waiting = {
             fid: size for needs, _, turn in self._waiting if not turn.done() for fid, size in needs.items()
         }
-        return held + sum(size for fid, size in waiting.items() if fid not in self._entries)
+        return used + sum(size for fid, size in waiting.items() if fid not in self._entries)
 
     def bytes_by_state(self) -> dict[FeatureState, int]:
         """Reserved and held bytes by the state of their features."""
-        held = dict.fromkeys(FeatureState, 0)
+        totals = dict.fromkeys(FeatureState, 0)
         for entry in self._entries.values():
-            held[entry.state] += entry.num_bytes
-        return held
+            totals[entry.state] += entry.num_bytes
+        return totals
 
     def newest(self, count: int) -> list[str]:
         """Up to `count` ids of features that are here, most recently used first."""

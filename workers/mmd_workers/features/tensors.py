@@ -11,17 +11,17 @@ from mmd_workers.wire.messages.message_parts import TensorHeader
 
 def buffers_of(feature: Feature) -> list[tuple[TensorHeader, memoryview]]:
     """Header and bytes of every tensor of a feature, without copying what is contiguous on the CPU."""
-    result = []
+    buffers = []
     for name, tensor in feature.tensors.items():
         flat = tensor.detach().to("cpu").contiguous()
         data = memoryview(flat.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        result.append((TensorHeader(name, dtype, list(tensor.shape), data.nbytes), data))
-    return result
+        buffers.append((TensorHeader(name, dtype, list(tensor.shape), data.nbytes), data))
+    return buffers
 
 
 def feature_of(modality: Modality, headers: list[TensorHeader], data: bytearray | memoryview) -> Feature:
-    """The feature whose tensors lie one after the other in `data`; they share its memory."""
+    """The feature from tensors that lie one after the other in `data`; they share its memory."""
     tensors, offset = {}, 0
     for header in headers:
         count = header.num_bytes

@@ -1,4 +1,4 @@
-"""When the steps of a feature's encoding and transfer happened, for timelines. Independent of the network."""
+"""The times of a feature's encoding and transfer steps, for timelines. Independent of the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FeatureTimes:
         self._times: OrderedDict[str, dict[str, float]] = OrderedDict()
 
     def add(self, feature_id: str, times: dict[str, float]) -> None:
-        """Note times of a feature."""
+        """Note the times of a feature."""
         self._times.setdefault(feature_id, {}).update(times)
         self._times.move_to_end(feature_id)
         while len(self._times) > MAX_REMEMBERED_TIMES:
@@ -26,7 +26,7 @@ class FeatureTimes:
 
 
 def steps_of(times: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of the steps of an encode: read, decode, process, wait (for its batch), tower; none for what was cached."""
+    """Milliseconds of the steps of an encode: read, decode, process, wait (for its batch), tower; empty for a cached feature."""
     marks = ("start", "read", "decoded", "processed", "tower_start", "tower_end")
     names = ("read_ms", "decode_ms", "process_ms", "wait_ms", "tower_ms")
     if not all(mark in times for mark in marks):

@@ -1,4 +1,4 @@
-"""How the KV of a range of tokens is cut into pieces for a link. Both sides derive the same plan from (layout, tokens).
+"""Cuts the KV of a range of tokens into pieces for a link. Both sides derive the same plan from (layout, tokens).
 
 The layers' tensors, laid end to end in C order, are one string of bytes; piece i is its i-th stretch of `PIECE_BYTES`.
 The receiver holds that string in one buffer on the link's device; the sender copies only pieces that span several layers.
@@ -37,7 +37,7 @@ class Layout(Protocol):
 
 
 def num_pieces(layout: Layout, num_tokens: int) -> int:
-    """How many pieces, and so how many tags, a range of `num_tokens` takes."""
+    """The number of pieces, and so of tags, for a range of `num_tokens`."""
     total = sum(prod(shape) for shape in _shapes(layout, num_tokens)) * dtype_of(layout).itemsize
     return -(-total // PIECE_BYTES)
 
@@ -48,9 +48,10 @@ def empty_range(layout: Layout, num_tokens: int, device: torch.device) -> list[t
 
 
 def split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The pieces of contiguous per-layer tensors as uint8 [at most PIECE_BYTES], in order; those that span layers are copies, unless
-    the layers are neighbours in one buffer, as those of `empty_range`. Lazy: at most one copied piece lives at a time if the caller
-    keeps none.
+    """The pieces of contiguous per-layer tensors as uint8 [at most PIECE_BYTES], in order.
+
+    Pieces that span layers are copies, unless the layers are neighbours in one buffer, as those of `empty_range`. Lazy: at most one
+    copied piece lives at a time if the caller keeps none.
 
     Raises:
         LinkError: a tensor is not contiguous.
@@ -91,8 +92,9 @@ def send_range(link: KvLink, tensors: Sequence[torch.Tensor], first_tag: int) ->
 def recv_range(
     link: KvLink, layout: Layout, num_tokens: int, first_tag: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Receive what `send_range` sent: per-layer tensors [2, tokens, kv_heads, head_dim], views of one new buffer on `device`,
-    which must be the link's own.
+    """Receive what `send_range` sent: per-layer tensors [2, tokens, kv_heads, head_dim].
+
+    They are views of one new buffer on `device`, which must be the link's own.
 
     Raises LinkError as `KvLink.recv`.
     """
@@ -133,7 +135,7 @@ def _plan(sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a contiguous tensor as uint8. Raises LinkError for another one."""
+    """A view of a contiguous tensor as uint8. Raises LinkError if it is not contiguous."""
     if not tensor.is_contiguous():
         raise LinkError(
             f"KV tensor of shape {tuple(tensor.shape)} is not contiguous; call `contiguous()` first"

@@ -26,22 +26,24 @@ _SIZE = struct.Struct("@Q")
 
 
 def _shape(value: bytes) -> tuple[int, int] | None:
-    """Of what gloo gives its peer (the sizes of a host name and of an address before each of them, then numbers): the bytes of all but the
-    name, and those of the address; None: it is something else.
+    """The shape of a value that gloo gives its peer: the bytes of all but the host name, and those of the address.
+
+    The value has the host name and the address, each after its size, then numbers. None: the value is something else.
     """
     if not 2 * _SIZE.size <= len(value) <= MAX_ADDRESS_BYTES:
         return None
     (name,) = _SIZE.unpack_from(value)
-    rest = len(value) - name
-    if rest < 2 * _SIZE.size:
+    rest_bytes = len(value) - name
+    if rest_bytes < 2 * _SIZE.size:
         return None
     (address,) = _SIZE.unpack_from(value, _SIZE.size + name)
-    return (rest, address) if address <= rest - 2 * _SIZE.size else None
+    return (rest_bytes, address) if address <= rest_bytes - 2 * _SIZE.size else None
 
 
 class _Addresses(Store):
-    """The store that gloo gets. It reads what its peer has set without looking at its size, and ends the process when that is short: it gets
-    only what has the shape of its own.
+    """The store that gloo gets; it returns only values with the shape of gloo's own.
+
+    gloo reads its peer's value without looking at the size, and ends the process if the value is too short.
     """
 
     def __init__(self, store: Store) -> None:
@@ -81,7 +83,7 @@ class GlooLink:
     """One pair of workers over gloo; see `KvLink`. Several threads may use it at once with different tags.
 
     CUDA tensors are staged through host memory. After an error the tensor of a `recv` may still be written to until the chunk's
-    timeout: let it go, do not reuse it.
+    timeout: drop it, do not reuse it.
     """
 
     def __init__(
@@ -92,8 +94,9 @@ class GlooLink:
         chunk_timeout_seconds: float,
         connect_timeout_seconds: float,
     ) -> None:
-        """Connect as `rank` (0 or 1) with whoever uses the same store prefix; blocks until both are there. Once they
-        have met, gloo takes about 30 s to give up on a peer that does not answer, whatever its timeout.
+        """Connect as `rank` (0 or 1) with whoever uses the same store prefix; blocks until both are there.
+
+        Once they have met, gloo takes about 30 s to give up on a peer that does not answer, whatever its timeout.
 
         Raises:
             LinkError: the peer did not come within `connect_timeout_seconds`.
@@ -108,7 +111,7 @@ class GlooLink:
         options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
         options._threads = 1
         options._timeout = timedelta(seconds=connect_timeout_seconds)
-        self._store = _Addresses(store)  # gloo's own hold of it is a weak one
+        self._store = _Addresses(store)  # gloo itself has only a weak reference to it
         try:
             self._group: Any = gloo(self._store, rank, 2, options)
         except LinkError:
@@ -181,7 +184,7 @@ class GlooLink:
 
 
 def _settle(outcome: Future[None], error: LinkError | None) -> None:
-    """First come, first served: the operation's end and `abort` may race."""
+    """Settle an outcome, once: the operation's end and `abort` may race."""
     try:
         if error is None:
             outcome.set_result(None)

@@ -27,7 +27,7 @@ class Lease:
 class LeaseTable:
     """All leases a decode worker has granted. Not thread-safe: one loop owns it.
 
-    Committed leases are remembered until they would have expired, so that a repeated commit is answered alike.
+    Committed leases are remembered until they would have expired, so that a repeated commit gets the same answer.
     """
 
     def __init__(self) -> None:
@@ -64,10 +64,10 @@ class LeaseTable:
         return lease
 
     def get(self, lease_id: str, now: float) -> Lease:
-        """The live lease of this id; to be asked before every write into its blocks.
+        """The live lease with this id; to be checked before every write into its blocks.
 
         Raises:
-            LeaseError: unknown, expired, freed or already committed.
+            LeaseError: the lease is unknown, expired, freed or already committed.
         """
         lease = self._granted.get(lease_id)
         if lease is None or now >= lease.expires:
@@ -77,7 +77,7 @@ class LeaseTable:
         return lease
 
     def renew(self, lease_id: str, now: float, seconds: float) -> Lease:
-        """Let a live lease end at `now + seconds`, never earlier than it did. Raises LeaseError as `get` does."""
+        """Extend a live lease to `now + seconds`, never shortening it. Raises LeaseError as `get` does."""
         lease = self.get(lease_id, now)
         renewed = replace(lease, expires=max(lease.expires, now + seconds))
         self._granted[lease_id] = renewed
@@ -97,11 +97,11 @@ class LeaseTable:
         return True
 
     def release(self, lease_id: str) -> Lease | None:
-        """Free a lease early (cancelled, failed). The freed lease, or None when there is nothing left to free."""
+        """Free a lease early (cancelled, failed). Returns the freed lease, or None if nothing is left to free."""
         return self._granted.pop(lease_id, None)
 
     def expire(self, now: float) -> list[Lease]:
-        """Free every lease whose time is over and forget commits of that age; the freed leases, oldest grant first."""
+        """Free every expired lease and forget commits of that age; returns the freed leases, oldest grant first."""
         self._committed = {
             lease_id: expires for lease_id, expires in self._committed.items() if now < expires
         }

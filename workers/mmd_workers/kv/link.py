@@ -1,4 +1,4 @@
-"""The KV link: how key and value bytes go from one worker to one other. Independent of the model: it moves contiguous tensors."""
+"""The KV link, over which key and value bytes go from one worker to another. Independent of the model: it moves contiguous tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch
 
-PIECE_BYTES = 4 * 2**20  # the most that travels under one tag and one deadline
+PIECE_BYTES = 4 * 2**20  # limit of bytes under one tag and one deadline
 
 
 class KvLink(Protocol):
-    """One direction of one pair of workers, keyed by both pods' incarnations. After any error the link is dead: make another.
+    """One direction of one pair of workers, keyed by both pods' incarnations. After any error the link is dead: make a new one.
 
     Chunks are at most 4 MB and each has its own deadline. Tensors are contiguous and live on the link's device.
     """

@@ -1,4 +1,4 @@
-"""Who is linked with whom: one link per pair of worker incarnations, made on demand, never repaired but replaced at the next epoch.
+"""The KV links of a worker: one per pair of worker incarnations, made on demand, never repaired but replaced at the next epoch.
 
 It is independent of NATS and leases. The two sides agree on an epoch elsewhere (KvOffer, KvGrant) and then both call `connect`;
 the side whose (pod, incarnation) sorts first is rank 0, which the other one calls, so simultaneous calls meet.
@@ -32,7 +32,7 @@ MAX_KNOWN_PEERS = 4096
 MAX_RETIRED_INCARNATIONS = 16
 MAX_TAG = 2**30
 MAX_GIVEN_UP = 4
-"""Attempts with one peer that were given up and whose threads go on; beyond it no further one is made."""
+"""Limit of abandoned attempts with one peer whose threads go on; beyond it no further attempt is made."""
 
 _CLOSE_SECONDS = 1.0
 _OFFER_AGAIN = "link the pair again at the next epoch"
@@ -50,7 +50,7 @@ class Channel(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """End what is in flight as far as the backend can; never blocks."""
+        """End operations in flight as far as the backend can; never blocks."""
         ...
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Channel(Protocol):
 class PairLink:
     """The link with one peer incarnation at one epoch; a `KvLink`. The first error kills it permanently.
 
-    A role that goes on using it from chunk to chunk does so inside `with link.held():`, else it may be evicted in between.
+    A role that uses the link for several chunks does so inside `with link.held():`; otherwise the link may be evicted in between.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class PairLink:
 
     @property
     def in_use(self) -> bool:
-        """Whether an operation or a `held` block is going on."""
+        """Whether an operation or a `held` block is in progress."""
         return self._users > 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the link from being evicted. Raises LinkError when it is dead already."""
+        """Keep the link from eviction. Raises LinkError if it is already dead."""
         with self._lock:
             if self._dead:
                 raise LinkError(
@@ -112,7 +112,7 @@ class PairLink:
                 self._users -= 1
 
     def reserve_tags(self, count: int) -> int:
-        """First of `count` tags that no other transfer of this sender on this link uses; what `KvChunk.first_tag` carries."""
+        """Reserve `count` tags on this link for one transfer of this sender; returns the first, for `KvChunk.first_tag`."""
         with self._lock:
             if self._next_tag + count > MAX_TAG:
                 self._next_tag = 0
@@ -133,12 +133,14 @@ class PairLink:
         self._on_dead("the link was closed")
 
     def kill(self, reason: str) -> threading.Thread | None:
-        """For the manager: free what waits on the link as far as the backend can, refuse the rest. Blocks for nothing; the thread frees
-        what the backend holds. Where no thread can be started that happens here (None), for a second at most.
+        """Release those who wait on the link, as far as the backend can, and refuse further operations; for the manager.
+
+        Never blocks: the returned thread frees what the backend holds. If no thread can be started, that happens here, for a second at
+        most, and None is returned.
         """
         with self._lock:
             self._dead = self._dead or reason
-        with suppress(OSError):  # it is closed nevertheless
+        with suppress(OSError):  # the socket is closed nevertheless
             self.sentinel.close()
         try:
             self._channel.abort(reason)
@@ -176,7 +178,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 class _Attempt(Future[PairLink]):
-    """A link in the making, then the link. Its thread may go on after it was given up."""
+    """A link in the making, then the link. Its thread may go on after the attempt was given up."""
 
     def __init__(self, pod: str, *, calls: bool) -> None:
         super().__init__()
@@ -189,17 +191,17 @@ class _Attempt(Future[PairLink]):
 
     @property
     def lingers(self) -> bool:
-        """Whether its thread was given up where it cannot be ended at once."""
+        """Whether its thread was given up at a point where it cannot end at once."""
         return self.given_up.is_set() and (self._calls or self.met_at is not None)
 
     def meet(self, store: rendezvous.PairStore) -> None:
-        """The peers have met."""
+        """Note that the peers have met."""
         self.met_at, self._store = time.monotonic(), store
         if self.given_up.is_set():
             store.abort()
 
     def give_up(self, reason: str) -> None:
-        """Release who waits for it, and end its exchange with the peer."""
+        """Release those who wait for the link, and end the exchange with the peer."""
         self.given_up.set()
         if (store := self._store) is not None:
             store.abort()
@@ -208,7 +210,7 @@ class _Attempt(Future[PairLink]):
 
 @dataclass(slots=True)
 class _Peer:
-    """What is known of one pod: its incarnation, the newest epoch that failed, and the link (or attempt) at the next one."""
+    """The record of one pod: its incarnation, its newest failed epoch, and the link (or attempt) at the next one."""
 
     pod: str
     incarnation: str
@@ -257,11 +259,9 @@ class LinkManager:
         self._max_links = max_links
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently used first
-        self._connecting: set[_Attempt] = set()  # those whose thread goes on, also when they were given up
-        self._dying: list[
-            tuple[PairLink, str]
-        ] = []  # to be killed once the lock is released, with the reason
-        self._closing: set[threading.Thread] = set()  # free what dead links hold
+        self._connecting: set[_Attempt] = set()  # attempts whose thread goes on, even if given up
+        self._dying: list[tuple[PairLink, str]] = []  # links to kill once the lock is released, with reasons
+        self._closing: set[threading.Thread] = set()  # threads that free what dead links hold
         self._closed = False
         self._rendezvous = rendezvous.Rendezvous(host, connect_timeout_seconds)
         self.endpoint = self._rendezvous.endpoint
@@ -278,9 +278,9 @@ class LinkManager:
             LinkError: the incarnation is an earlier one of this pod.
         """
         with self._changing():
-            known = self._adopt(peer, peer_incarnation)
-            self._fail_up_to(known, failed_epoch, f"{peer} reported epoch {failed_epoch} as failed")
-            return known.failed_epoch + 1
+            record = self._adopt(peer, peer_incarnation)
+            self._fail_up_to(record, failed_epoch, f"{peer} reported epoch {failed_epoch} as failed")
+            return record.failed_epoch + 1
 
     def failed_epoch(self, peer: str, peer_incarnation: str) -> int:
         """Newest epoch with this peer that must not be used again (-1: none): what `KvOffer.failed_epoch` carries."""
@@ -288,8 +288,9 @@ class LinkManager:
             return self._adopt(peer, peer_incarnation).failed_epoch
 
     def connect(self, peer: str, peer_incarnation: str, peer_endpoint: str, epoch: int) -> PairLink:
-        """The link with this peer at this epoch, made if there is none. Blocks, `connect_timeout_seconds` at most: call it in a
-        thread. Both sides call it; concurrent calls share one attempt.
+        """The link with this peer at this epoch, made if there is none.
+
+        Blocks for `connect_timeout_seconds` at most: call it in a thread. Both sides call it; concurrent calls share one attempt.
 
         Raises:
             LinkError: the peer did not come in time or was lost; an older epoch, or an earlier incarnation of the pod.
@@ -297,19 +298,19 @@ class LinkManager:
                 cannot start a thread.
         """
         with self._changing():
-            known = self._adopt(peer, peer_incarnation)
-            if epoch <= known.failed_epoch:
+            record = self._adopt(peer, peer_incarnation)
+            if epoch <= record.failed_epoch:
                 raise LinkError(
-                    f"epoch {epoch} with {peer} has ended (newest failed: {known.failed_epoch}); offer again"
+                    f"epoch {epoch} with {peer} has ended (newest failed: {record.failed_epoch}); offer again"
                 )
-            self._fail_up_to(known, epoch - 1, f"{peer} moved to epoch {epoch}")
-            attempt = known.attempt
+            self._fail_up_to(record, epoch - 1, f"{peer} moved to epoch {epoch}")
+            attempt = record.attempt
             if attempt is None:
                 self._make_room(peer)
                 attempt = _Attempt(peer, calls=self._self > (peer, peer_incarnation))
                 thread = threading.Thread(
                     target=self._make,
-                    args=(attempt, known, peer, peer_endpoint, epoch),
+                    args=(attempt, record, peer, peer_endpoint, epoch),
                     name=f"kv-connect-{peer}",
                     daemon=True,
                 )
@@ -319,14 +320,14 @@ class LinkManager:
                     raise OverloadedError(
                         f"no thread to link with {peer}: {error}; try another worker, or retry later"
                     ) from error
-                known.attempt = attempt  # its thread looks at neither without the lock
+                record.attempt = attempt  # the thread reads neither without the lock
                 self._connecting.add(attempt)
         try:
             return attempt.result(self._connect_timeout_seconds)
         except FutureTimeoutError:
             reason = f"no link to {peer} at {peer_endpoint} within {self._connect_timeout_seconds} s"
             with self._changing():
-                self._fail_up_to(known, epoch, reason)
+                self._fail_up_to(record, epoch, reason)
             raise LinkError(f"{reason}; {_OFFER_AGAIN}") from None
 
     def notify_lost(self, peer: str) -> None:
@@ -341,8 +342,8 @@ class LinkManager:
         """Close all links, waiting at most a second for what their backends hold; idempotent. Call it in a thread."""
         with self._changing():
             self._closed = True
-            for known in self._peers.values():
-                self._fail_up_to(known, known.failed_epoch + 1, "this worker closed its links")
+            for record in self._peers.values():
+                self._fail_up_to(record, record.failed_epoch + 1, "this worker closed its links")
             self._peers.clear()
         self._rendezvous.close()
         self._watch.close()
@@ -354,24 +355,26 @@ class LinkManager:
 
     @property
     def live_links(self) -> int:
-        """Links that are made or being made."""
+        """The number of links that are made or being made."""
         with self._lock:
-            return sum(known.attempt is not None for known in self._peers.values())
+            return sum(record.attempt is not None for record in self._peers.values())
 
     @property
     def connecting_seconds(self) -> float:
-        """For how long the oldest thread has been connecting since its peers met, also for an attempt that was given up; 0 without one.
+        """Seconds since the oldest connecting thread met its peer, even if its attempt was given up; 0 without one.
 
-        To meet ends at the deadline, or when the attempt is given up. What the backend does then need not: gloo gives up after 30 s at most,
-        whatever its timeout. NCCL's initialization has no deadline, abort does not reach it, and it holds the device.
+        Meeting ends at the deadline, or when the attempt is given up. The backend's connection after it need not end: gloo gives up after
+        30 s at most, whatever its timeout. NCCL's initialization has no deadline, abort does not reach it, and it holds the device.
         """
         with self._lock:
-            oldest = min((each.met_at for each in self._connecting if each.met_at is not None), default=None)
+            oldest = min(
+                (attempt.met_at for attempt in self._connecting if attempt.met_at is not None), default=None
+            )
         return 0.0 if oldest is None else time.monotonic() - oldest
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The lock, for what may end links: they are killed once it is released, so that nobody waits for a backend."""
+        """Hold the lock for changes that may end links: these are killed after its release, so that nobody waits for a backend."""
         try:
             with self._lock:
                 yield
@@ -391,23 +394,23 @@ class LinkManager:
 
     def _end(self, peer: str, reason: str) -> None:
         with self._changing():
-            known = self._peers.get(peer)
-            if known is not None and known.attempt is not None:
-                self._fail_up_to(known, known.failed_epoch + 1, reason)
+            record = self._peers.get(peer)
+            if record is not None and record.attempt is not None:
+                self._fail_up_to(record, record.failed_epoch + 1, reason)
 
     def _adopt(self, peer: str, incarnation: str) -> _Peer:
         """The record of this pod, reset when it has a new incarnation. Called inside `_changing`."""
         if self._closed:
             raise LinkError("this worker has closed its KV links; place the request elsewhere")
-        known = self._peers.get(peer)
-        if known is None:
-            known = self._peers[peer] = _Peer(peer, incarnation)
-        elif known.incarnation != incarnation:
-            if incarnation in known.retired:
-                raise LinkError(f"{peer} has restarted as {known.incarnation}; {incarnation} is outdated")
-            self._fail_up_to(known, known.failed_epoch + 1, f"{peer} restarted")
-            known.retired.append(known.incarnation)
-            known = self._peers[peer] = _Peer(peer, incarnation, known.retired)
+        record = self._peers.get(peer)
+        if record is None:
+            record = self._peers[peer] = _Peer(peer, incarnation)
+        elif record.incarnation != incarnation:
+            if incarnation in record.retired:
+                raise LinkError(f"{peer} has restarted as {record.incarnation}; {incarnation} is outdated")
+            self._fail_up_to(record, record.failed_epoch + 1, f"{peer} restarted")
+            record.retired.append(record.incarnation)
+            record = self._peers[peer] = _Peer(peer, incarnation, record.retired)
         self._peers.move_to_end(peer)
         if len(self._peers) > MAX_KNOWN_PEERS:
             idle = next(
@@ -415,15 +418,15 @@ class LinkManager:
             )
             if idle is not None:
                 del self._peers[idle]
-        return known
+        return record
 
-    def _fail_up_to(self, known: _Peer, epoch: int, reason: str) -> None:
+    def _fail_up_to(self, record: _Peer, epoch: int, reason: str) -> None:
         """End all epochs up to `epoch`. Called inside `_changing`."""
-        if epoch <= known.failed_epoch:
+        if epoch <= record.failed_epoch:
             return
-        known.failed_epoch = epoch
-        attempt, link = known.attempt, known.link
-        known.attempt = None
+        record.failed_epoch = epoch
+        attempt, link = record.attempt, record.link
+        record.attempt = None
         if link is not None:
             self._watch.remove(link.sentinel)
             self._dying.append((link, reason))
@@ -432,64 +435,68 @@ class LinkManager:
             self._rendezvous.look_again()
 
     def _make_room(self, peer: str) -> None:
-        """Evict the idle link that was used least recently when there are too many. An attempt that was given up takes room only while it
-        holds the device, no link is evicted for it, and a peer may have only so many whose thread cannot be ended. Called inside `_changing`.
+        """Evict the least recently used idle link if there are too many links. Called inside `_changing`.
+
+        An attempt that was given up takes room only while it holds the device, and no link is evicted for it. A peer may have at most
+        `MAX_GIVEN_UP` attempts whose threads cannot be ended.
         """
         lingering = [attempt for attempt in self._connecting if attempt.lingers]
         if sum(attempt.pod == peer for attempt in lingering) >= MAX_GIVEN_UP:
             raise OverloadedError(
                 f"{MAX_GIVEN_UP} earlier attempts to link with {peer} have not ended; try another worker, or retry later"
             )
-        taken = [known for known in self._peers.values() if known.attempt is not None]
-        if len(taken) + sum(attempt.holds_device for attempt in lingering) < self._max_links:
+        linked = [record for record in self._peers.values() if record.attempt is not None]
+        if len(linked) + sum(attempt.holds_device for attempt in lingering) < self._max_links:
             return
-        for known in taken if len(taken) >= self._max_links else ():
-            if known.link is not None and not known.link.in_use:
-                self._fail_up_to(known, known.failed_epoch + 1, "the idle link was evicted")
+        for record in linked if len(linked) >= self._max_links else ():
+            if record.link is not None and not record.link.in_use:
+                self._fail_up_to(record, record.failed_epoch + 1, "the idle link was evicted")
                 return
         raise OverloadedError(
             f"all {self._max_links} KV links are in use; try another worker, or retry later"
         )
 
-    def _make(self, attempt: _Attempt, known: _Peer, peer: str, peer_endpoint: str, epoch: int) -> None:
+    def _make(self, attempt: _Attempt, record: _Peer, peer: str, peer_endpoint: str, epoch: int) -> None:
         """Body of a connecting thread: make the channel and settle the attempt, unless it was given up meanwhile."""
         try:
-            self._settle(attempt, known, peer, peer_endpoint, epoch)
+            self._settle(attempt, record, peer, peer_endpoint, epoch)
         finally:
             with self._lock:
                 self._connecting.discard(attempt)
 
-    def _settle(self, attempt: _Attempt, known: _Peer, peer: str, peer_endpoint: str, epoch: int) -> None:
+    def _settle(self, attempt: _Attempt, record: _Peer, peer: str, peer_endpoint: str, epoch: int) -> None:
         try:
-            channel, sock = self._make_channel(attempt, (peer, known.incarnation), peer_endpoint, epoch)
+            channel, sock = self._make_channel(attempt, (peer, record.incarnation), peer_endpoint, epoch)
         except Exception as error:
             reason = f"no link to {peer} at {peer_endpoint}: {str(error).strip()[:300]}"
             if not isinstance(error, LinkError):
                 log.exception("%s", reason)
             with self._changing():
                 self._connecting.discard(attempt)
-                if known.attempt is attempt:
-                    self._fail_up_to(known, epoch, reason)
+                if record.attempt is attempt:
+                    self._fail_up_to(record, epoch, reason)
             return
-        on_dead = partial(self._on_dead, known, epoch)
-        link = PairLink(peer, known.incarnation, epoch, self.device, channel, sock, on_dead)
+        on_dead = partial(self._on_dead, record, epoch)
+        link = PairLink(peer, record.incarnation, epoch, self.device, channel, sock, on_dead)
         with self._changing():
             self._connecting.discard(attempt)
-            if known.attempt is not attempt:
+            if record.attempt is not attempt:
                 self._dying.append((link, "abandoned while connecting"))
                 return
             try:
-                self._watch.add(sock, partial(self._on_dead, known, epoch, f"{peer} closed the link or died"))
+                self._watch.add(
+                    sock, partial(self._on_dead, record, epoch, f"{peer} closed the link or died")
+                )
             except Exception as error:
                 log.exception("the link to %s cannot be watched", peer)
                 reason = f"no link to {peer} at {peer_endpoint}: it cannot be watched ({error})"
                 self._dying.append((link, reason))
-                self._fail_up_to(known, epoch, reason)
+                self._fail_up_to(record, epoch, reason)
             else:
                 attempt.set_result(link)
 
     def _name(self, peer: tuple[str, str], epoch: int) -> str:
-        """What both sides call a link."""
+        """The name of a link, the same on both sides."""
         first, second = sorted((self._self, peer))
         return "/".join(("kv", self.backend, *first, *second, str(epoch)))
 
@@ -500,10 +507,10 @@ class LinkManager:
         deadline = time.monotonic() + self._connect_timeout_seconds
         rank, name = 0 if self._self < peer else 1, self._name(peer, epoch)
         if rank == 0:
-            met = self._rendezvous.accept(name, deadline, attempt.given_up)
+            connection = self._rendezvous.accept(name, deadline, attempt.given_up)
         else:
-            met = rendezvous.call(peer_endpoint, name, deadline)
-        store = rendezvous.PairStore(met, deadline)
+            connection = rendezvous.call(peer_endpoint, name, deadline)
+        store = rendezvous.PairStore(connection, deadline)
         attempt.meet(store)
         channel: Channel | None = None
         sock: socket.socket | None = None
@@ -523,7 +530,7 @@ class LinkManager:
         seconds = self._connect_timeout_seconds
         if self.backend == "Nccl":
             store.set(f"here-{rank}", "")
-            store.get(f"here-{1 - rank}")  # what follows has no deadline: not for a peer that never came
+            store.get(f"here-{1 - rank}")  # the next step has no deadline: not for a peer that never came
             attempt.holds_device = True
             return nccl.NcclLink(store, rank, self.device, self.chunk_timeout_seconds, seconds)
         if self.backend == "Nixl":
@@ -531,6 +538,6 @@ class LinkManager:
             return nixl.NixlLink(store, rank, self.device, self.chunk_timeout_seconds, seconds, name)
         return GlooLink(store, rank, self._host, self.chunk_timeout_seconds, seconds)
 
-    def _on_dead(self, known: _Peer, epoch: int, reason: str) -> None:
+    def _on_dead(self, record: _Peer, epoch: int, reason: str) -> None:
         with self._changing():
-            self._fail_up_to(known, epoch, reason)
+            self._fail_up_to(record, epoch, reason)

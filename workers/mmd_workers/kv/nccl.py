@@ -23,14 +23,13 @@ from torch._C._distributed_c10d import ProcessGroupNCCL, Store, Work
 
 from mmd_api.contract.errors import BackendUnavailableError, LinkError
 
-MAX_CHANNELS = (
-    4  # a communicator with NCCL's own choice of channels costs hundreds of megabytes of device memory
-)
+# With NCCL's own choice of channels, a communicator costs hundreds of megabytes of device memory.
+MAX_CHANNELS = 4
 _POLL_SECONDS = 0.0001
 _ABORT_SECONDS = 5.0
 _WATCHDOG_TIMEOUT = timedelta(minutes=30)  # torch's own; `NcclLink` enforces deadlines
 
-# Read by torch when a group is made. Clean up after an error, but never end the process; no second monitor that does.
+# torch reads these when a group is made: clean up after an error, but never end the process, and start no second monitor that does.
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -78,10 +77,9 @@ class NcclLink:
         self._dead = ""
         self._deadline: float | None = None
         self._changed = threading.Condition()
-        self._kept: list[
-            torch.Tensor
-        ] = []  # tensors that a kernel which did not end in time may still write to
-        self._store = store  # torch's own hold of it is a weak one
+        # Tensors that a kernel may still write to, because it did not end in time.
+        self._retained: list[torch.Tensor] = []
+        self._store = store  # torch itself has only a weak reference to it
         options = ProcessGroupNCCL.Options()
         options._timeout = _WATCHDOG_TIMEOUT
         options.config.min_ctas = 1
@@ -92,14 +90,14 @@ class NcclLink:
             self._monitor = threading.Thread(target=self._watch_deadline, name="kv-nccl-monitor", daemon=True)
             self._monitor.start()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # Has no deadline: torch blocks in NCCL's initialization before it knows the communicator that abort could end. A peer that dies
-            # just then can keep this thread for ever; `LinkManager.connecting_seconds` shows it, and liveness ends the process.
+            # This call has no deadline: torch blocks in NCCL's initialization before it knows the communicator that abort could end. If the
+            # peer dies just then, this thread may block for ever; `LinkManager.connecting_seconds` shows it, and liveness ends the process.
             self._group.eager_connect_single_device(device)
             probe = torch.zeros(1, dtype=torch.uint8, device=device)
             for turn in (0, 1):  # the first operation of a direction sets up its transport, which takes long
                 operation = group.send if turn == rank else group.recv
                 self._run("connect", operation, probe, 0, connect_timeout_seconds)
-        except Exception as error:  # the store's too, which torch passes on as they are
+        except Exception as error:  # includes the store's errors, which torch passes on as they are
             self.abort("connect failed")
             if isinstance(error, LinkError):
                 raise
@@ -159,7 +157,7 @@ class NcclLink:
                 self.abort(f"NCCL {verb} failed: {str(error)[:300]}")
             finally:
                 self._arm(None)
-            if self._dead:  # asked after every operation: an aborted one returns as if it had succeeded
+            if self._dead:  # checked after every operation: an aborted one returns like a successful one
                 self._await_end(done, tensor)
                 raise LinkError(
                     f"NCCL {verb} of tag {tag} failed: {self._dead}; offer again at the next epoch"
@@ -171,11 +169,11 @@ class NcclLink:
         try:
             while not done.query():  # type: ignore[no-untyped-call]
                 if time.monotonic() > deadline:
-                    self._kept.append(tensor)
+                    self._retained.append(tensor)
                     return
                 time.sleep(_POLL_SECONDS)
         except RuntimeError:
-            self._kept.append(tensor)
+            self._retained.append(tensor)
 
     def _arm(self, timeout_seconds: float | None) -> None:
         with self._changed:
@@ -188,9 +186,9 @@ class NcclLink:
         """The monitor thread: abort the communicator at a deadline or on request, then end."""
         with self._changed:
             while not self._dead:
-                left = None if self._deadline is None else self._deadline - time.monotonic()
-                if left is not None and left <= 0:
+                remaining = None if self._deadline is None else self._deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
                     self._dead = "chunk deadline exceeded"
                 else:
-                    self._changed.wait(left)
+                    self._changed.wait(remaining)
         self._group.abort()

@@ -1,13 +1,14 @@
 """A KV link over NIXL, which drives UCX: InfiniBand or RoCE between nodes that have it, else TCP. Host or device memory.
 
-`recv` registers a slot of memory with its peer and announces (tag, slot, bytes); `send` copies its tensor into a slot of its own,
-writes that into the announced one, and NIXL reports the end to the receiver after the last byte. So nothing arrives that nobody
-waits for, and a slot is registered once.
+`recv` registers a slot of memory with its peer and announces (tag, slot, bytes). `send` copies its tensor into a slot of its own and
+writes that into the announced slot, and NIXL reports the end to the receiver after the last byte. So no data arrives unless somebody
+waits for it, and a slot is registered once.
 
-Each side of each link has an agent of its own, and slots that no other link ever uses. A peer that stalled may go on writing long
-after this side has given up. Over RDMA the end of the agent takes its memory from the device, and over TCP the agent copies what
-arrives: when it has ended nothing comes in, and only then is its memory freed. What could write without it is left out (`LEFT_OUT`),
-unless the environment has UCX_TLS. Agents have no progress thread, which takes a tenth of a core per idle link: those who wait poll.
+Each side of each link has its own agent, and slots that no other link ever uses. A peer that stalled may go on writing long after this
+side has given up. Over RDMA, the end of the agent takes its memory from the device; over TCP, the agent itself copies what arrives. Once
+the agent has ended nothing comes in, and only then is its memory freed. Transports that could write without the agent are left out
+(`LEFT_OUT`), unless the environment has UCX_TLS. Agents have no progress thread, which would take a tenth of a core per idle link: those
+who wait poll.
 
 Bytes over UCX are neither authenticated nor checked on arrival: whoever can reach its ports can write to this process. The
 deployment's NetworkPolicy keeps other pods away from them.
@@ -37,10 +38,10 @@ from mmd_api.contract.errors import BackendUnavailableError, LinkError
 from mmd_workers.kv.chunks import bytes_of
 from mmd_workers.kv.link import PIECE_BYTES, first_line
 
-MAX_SLOTS = 4  # of a side for each direction: so many pieces move at the same time, the others wait
+MAX_SLOTS = 4  # limit per side and direction: this many pieces move at once, others wait
 MAX_METADATA_BYTES = 64 * 2**10
 LEFT_OUT = ("cma", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc")
-"""UCX's transports with which a process writes into the memory of another one on its own, and which the other one cannot stop."""
+"""UCX's transports with which a process writes into another one's memory on its own; the other one cannot stop it."""
 
 _UCX = "UCX"
 _INTRODUCTION = re.compile(r"(DRAM|VRAM) ([0-9]{1,3}) ((?:[0-9a-f]{2})+)")
@@ -77,12 +78,12 @@ def check_available(device: torch.device) -> None:
 
 
 class _BrokenError(RuntimeError):
-    """Why this link cannot go on."""
+    """The reason why this link cannot go on."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Memory that is registered for as long as the link lives. Each direction has its own: all that receive may be announced."""
+    """Memory registered for the life of the link. Each direction has its own slots: all that receive may be announced."""
 
     memory: torch.Tensor  # uint8 [PIECE_BYTES]
     registration: Any
@@ -111,11 +112,11 @@ class NixlLink:
         self._device = device
         self._chunk_timeout_seconds = chunk_timeout_seconds
         self._dead = ""
-        self._lock = threading.Lock()  # of everything below; nobody waits with it
+        self._lock = threading.Lock()  # guards everything below; nobody waits while holding it
         self._agent: Any = None
         self._peer = ""
         self._slots: list[_Slot] = []
-        """Freed by the end of the agent and by nothing else."""
+        """Freed only by the end of the agent."""
         self._free: list[_Slot] = []
         self._ready: dict[int, tuple[int, int]] = {}
         """Tags that the peer waits for, with the address and bytes of its slot."""
@@ -124,7 +125,7 @@ class NixlLink:
         self._written: set[int] = set()
         """Tags that have arrived."""
         self._writes: dict[int, Any] = {}
-        """Held nowhere else: a handle that outlives the agent keeps its sockets."""
+        """Handles of transfers by tag, held nowhere else: a handle that outlives the agent keeps its sockets."""
         self._greeted = False
         deadline = time.monotonic() + connect_timeout_seconds
         try:
@@ -170,28 +171,28 @@ class NixlLink:
         self._dead = self._dead or reason
 
     def close(self) -> None:
-        """Cancel what is in flight and free the agent and its memory, waiting at most a second for it; idempotent."""
+        """Cancel operations in flight and free the agent and its memory, waiting at most a second for it; idempotent."""
         self.abort("the link was closed")
         closing = threading.Thread(target=self._free_agent, name="kv-nixl-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
     def _meet(self, store: Store, rank: int, deadline: float) -> None:
-        """Exchange addresses, then a message each way: how UCX connects is settled here and not in the first chunk."""
-        own, peers = f"nixl-{rank}", f"nixl-{1 - rank}"
+        """Exchange addresses, then a message each way, so that UCX settles its connection here and not in the first chunk."""
+        own_key, peer_key = f"nixl-{rank}", f"nixl-{1 - rank}"
         metadata = self._agent.get_agent_metadata().hex()
-        store.set(own, f"{_memory_type(self._device)} {self._device.index or 0} {metadata}")
-        introduction = store.get(peers).decode(errors="replace")
-        if (told := _INTRODUCTION.fullmatch(introduction)) is None:
+        store.set(own_key, f"{_memory_type(self._device)} {self._device.index or 0} {metadata}")
+        introduction = store.get(peer_key).decode(errors="replace")
+        if (match := _INTRODUCTION.fullmatch(introduction)) is None:
             raise _BrokenError(
                 f"the peer introduced itself as {introduction[:40]!r}, not as memory type, device and metadata"
             )
-        self._peer_memory = told[1], int(told[2])
-        self._peer = self._agent.add_remote_agent(bytes.fromhex(told[3])).decode()
+        self._peer_memory = match[1], int(match[2])
+        self._peer = self._agent.add_remote_agent(bytes.fromhex(match[3])).decode()
         self._agent.send_notif(self._peer, _HELLO)
         self._until(lambda: self._greeted or None, deadline)
-        store.set(f"{own}-greeted", "")
-        while not store.check([f"{peers}-greeted"]):  # until then the peer may need us to poll
+        store.set(f"{own_key}-greeted", "")
+        while not store.check([f"{peer_key}-greeted"]):  # until then the peer may need us to poll
             self._until(lambda: True, deadline)
             _pause(deadline, time.monotonic())
 
@@ -210,7 +211,7 @@ class NixlLink:
 
     @contextmanager
     def _operation(self, verb: str, tag: int) -> Iterator[float]:
-        """The deadline of one operation; whatever goes wrong in it ends the link."""
+        """Run one operation, given its deadline; any error in it ends the link."""
         if self._dead:
             raise LinkError(f"NIXL link is dead: {self._dead}; offer again at the next epoch")
         try:
@@ -224,16 +225,16 @@ class NixlLink:
             ) from error
 
     def _until(self, poll: Callable[[], Found | None], deadline: float) -> Found:
-        """What `poll` returns once that is not None. Called with the lock held, after reading what the peer sent."""
-        began = time.monotonic()
+        """The first result of `poll` other than None. `poll` is called with the lock held, after the peer's messages were read."""
+        start = time.monotonic()
         while True:
             with self._lock:
                 if self._dead:
                     raise _BrokenError(self._dead)
                 self._read_notifications()
-                if (found := poll()) is not None:
-                    return found
-            _pause(deadline, began)
+                if (result := poll()) is not None:
+                    return result
+            _pause(deadline, start)
 
     def _read_notifications(self) -> None:
         for message in self._agent.get_new_notifs().get(self._peer, ()):
@@ -296,7 +297,7 @@ class NixlLink:
         return True
 
     def _write(self, tag: int, slot: _Slot, address: int, size: int) -> bool | None:
-        """Write the slot to the peer, and report it, in as many calls as it takes; True once it has arrived."""
+        """Write the slot to the peer and report it, in as many calls as it takes; True once the data has arrived."""
         agent = self._agent
         if tag not in self._writes:
             local = agent.get_xfer_descs(slot.memory[:size])
@@ -314,7 +315,7 @@ class NixlLink:
         return True
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """UCX takes the current CUDA device of the calling thread."""
+        """Make the link's device current: UCX takes the current CUDA device of the calling thread."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _synchronize(self) -> None:
@@ -323,16 +324,16 @@ class NixlLink:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def _pause(deadline: float, began: float) -> None:
-    """Between two polls: the longer they go on, the longer."""
+def _pause(deadline: float, start: float) -> None:
+    """Sleep between two polls: the longer they go on, the longer."""
     now = time.monotonic()
     if now > deadline:
         raise _BrokenError("deadline exceeded")
-    time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
+    time.sleep(min(max((now - start) / 8, _SHORTEST_SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
 
 
 def _release_frames(error: Exception) -> None:
-    """Let go what the frames of an error hold: NIXL's hold the agent, which else lives for as long as somebody keeps the error."""
+    """Clear the frames of an error: NIXL's hold the agent, which would live for as long as somebody keeps the error."""
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
@@ -340,7 +341,7 @@ def _release_frames(error: Exception) -> None:
 
 
 def _load() -> ModuleType:
-    """The package that was built for torch's version of CUDA. Raises ImportError."""
+    """Import the package that was built for torch's version of CUDA. Raises ImportError."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_TLS", f"^{','.join(LEFT_OUT)}")
     return importlib.import_module(f"nixl_cu{_cuda_major()}._api")
@@ -351,7 +352,7 @@ def _cuda_major() -> str:
 
 
 def _distribution() -> str:
-    """What has the package that `_load` imports; the extra has the one for the project's version of torch."""
+    """The distribution of the package that `_load` imports; the extra installs the one for the project's version of torch."""
     return "multimodal-operator[nixl]" if _cuda_major() == "13" else f"nixl-cu{_cuda_major()}"
 
 

@@ -1,8 +1,8 @@
 """KV in 8 or 4 bits while it travels: a row of bytes for each token, tensor (keys or values) and head. Pure.
 
-Both sides derive the layout of what travels from (format, layout of the pool's KV), and move that as any other. A row with a value that is not
-finite is NaN as a whole at the receiver, so the sequence fails there as it would have here. A pool that keeps KV in 8 bits has rows already, which
-travel as they are.
+Both sides derive the travelling layout from (format, layout of the pool's KV), and move it as any other. A row with a value that is not
+finite becomes all NaN at the receiver, so the sequence fails there as it would have here. A pool that keeps KV in 8 bits already has rows,
+which travel unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PoolLayout(Layout, Protocol):
 
     @property
     def packed(self) -> KvDtype:
-        """Format of its rows, `head_dim` bytes each; `Model`: it has values."""
+        """Format of the pool's rows, `head_dim` bytes each; `Model`: the pool has values."""
         ...
 
 
@@ -38,26 +38,26 @@ class PackedLayout:
 
 
 class KvWire:
-    """How the KV of one pool travels in one format; `Model` is as it is."""
+    """Converts the KV of one pool to and from the format in which it travels; `Model`: unchanged."""
 
     def __init__(self, layout: PoolLayout, wire_format: KvWireFormat = "Model") -> None:
-        """`wire_format`: of what a pool has as values; what it has packed stays as it is."""
+        """`wire_format`: format for KV that the pool has as values; packed KV stays unchanged."""
         self._format = wire_format = "Model" if layout.packed != "Model" else wire_format
         self._pool = layout
         self.layout: Layout = layout
-        """Of the tensors that travel, [2, tokens, kv_heads, bytes of a row] of uint8 unless the format is `Model`."""
+        """Layout of the travelling tensors, uint8 [2, tokens, kv_heads, bytes of a row] unless the format is `Model`."""
         if wire_format != "Model":
             rows = [packing.row_bytes(dim, wire_format) for dim in layout.head_dim]
             self.layout = PackedLayout(list(layout.num_kv_heads), rows)
 
     @property
     def packs(self) -> bool:
-        """Whether what travels differs from what the engine has."""
+        """Whether travelling KV differs from the engine's."""
         return self._format != "Model"
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What both ends must agree on: the geometry of the pool's KV, its format there and, unless it travels as it is, on its way."""
+        """The terms that both ends must agree on: geometry and format of the pool's KV and, unless it is `Model`, the wire format."""
         pool = self._pool
         terms = {
             "num_layers": len(pool.num_kv_heads),
@@ -77,7 +77,7 @@ class KvWire:
         return sum(2 * count * dim for count, dim in heads) * dtype_of(layout).itemsize
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What travels for per-layer tensors [2, tokens, kv_heads, head_dim]; the layers are neighbours in one buffer."""
+        """Pack per-layer tensors [2, tokens, kv_heads, head_dim] for the link; the packed layers are neighbours in one buffer."""
         if not self.packs or not tensors:
             return list(tensors)
         packed = empty_range(self.layout, tensors[0].shape[1], tensors[0].device)
@@ -86,7 +86,7 @@ class KvWire:
         return packed
 
     def unpack(self, packed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Per-layer tensors [2, tokens, kv_heads, head_dim] in the pool's type, of what `pack` returned."""
+        """Restore per-layer tensors [2, tokens, kv_heads, head_dim] in the pool's type from the result of `pack`."""
         if not self.packs:
             return list(packed)
         dtype, dims = dtype_of(self._pool), self._pool.head_dim

@@ -1,8 +1,8 @@
-"""Where the two sides of a link meet: one TCP connection for each link, on which they exchange what they need to connect.
+"""The place where both sides of a link meet: one TCP connection per link, on which they exchange the data to connect.
 
 Rank 0 listens on a port of its process, rank 1 calls it and names the link. Afterwards the connection stays open and idle, and
-`sentinel` watches it. Nothing here waits without a deadline, whatever the peer does: it may be frozen, or no peer at all. What a backend
-then does with what the peers have exchanged may outlast that deadline: see `LinkManager.connecting_seconds`.
+`sentinel` watches it. Nothing here waits without a deadline, whatever the peer does: it may be frozen, or no peer at all. The backend's own
+connection, made with the exchanged data, may outlast that deadline: see `LinkManager.connecting_seconds`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ MAX_NAME_BYTES = 4096
 MAX_VALUE_BYTES = 2**20
 MAX_VALUES = 256
 MAX_CALLERS = 256
-"""Connections of a process that have not named their link, or whose link it has not asked for yet; beyond it the oldest is closed,
-and those that are awaited last."""
+"""Limit of connections that have not named their link, or whose link the process has not asked for yet. Beyond it the oldest is
+closed, and awaited ones last."""
 
 _MAGIC = b"mmd-kv-1"
 _GREETING = struct.Struct("!8sH")  # magic, bytes of the link's name, which follows
-_VALUE = struct.Struct(
-    "!HI"
-)  # bytes of the key and of the value, which follow; no key: the sender has connected
+# Bytes of the key and of the value, which follow; no key: the sender has connected.
+_VALUE = struct.Struct("!HI")
 _READ_BYTES = 2**16
 _SWEEP_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
 
 
 class Rendezvous:
-    """Where peers call this process. Thread-safe."""
+    """Takes the calls of peers to this process. Thread-safe."""
 
     def __init__(self, host: str, patience_seconds: float) -> None:
         """Listen on `host` alone, at a free port. A peer that calls early is kept for `patience_seconds`.
@@ -55,9 +54,9 @@ class Rendezvous:
         self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
         self._changed = threading.Condition()
         self._callers: OrderedDict[str, tuple[socket.socket, float]] = OrderedDict()
-        """Peers by the name of their link, with when they are given up, oldest first."""
+        """Connections by the name of their link, with the time when they are given up, oldest first."""
         self._greetings: dict[socket.socket, tuple[bytearray, float]] = {}
-        """What has come from those that have not said it all; the thread's own, oldest first."""
+        """Incomplete greetings, with the time when they are given up, oldest first; only the thread uses them."""
         self._awaited: Counter[str] = Counter()
         self._closed = False
         opened: list[socket.socket | selectors.BaseSelector] = [self._listener]
@@ -72,15 +71,15 @@ class Rendezvous:
             self._thread = threading.Thread(target=self._loop, name="kv-rendezvous", daemon=True)
             self._thread.start()
         except BaseException:
-            for each in opened:
-                each.close()
+            for resource in opened:
+                resource.close()
             raise
 
     def accept(self, name: str, deadline: float, given_up: threading.Event | None = None) -> socket.socket:
-        """The connection of the peer that names this link; blocks until it has called. Who sets `given_up` calls `look_again` after it.
+        """The connection of the peer that names this link; blocks until the peer has called. After setting `given_up`, call `look_again`.
 
         Raises:
-            LinkError: it did not call in time, or nobody wants the link any more.
+            LinkError: the peer did not call in time, or nobody wants the link any more.
         """
 
         def ended() -> bool:
@@ -89,8 +88,8 @@ class Rendezvous:
         with self._changed:
             self._awaited[name] += 1
             try:
-                left = max(0.0, deadline - time.monotonic())
-                self._changed.wait_for(lambda: ended() or name in self._callers, left)
+                remaining = max(0.0, deadline - time.monotonic())
+                self._changed.wait_for(lambda: ended() or name in self._callers, remaining)
             finally:
                 self._awaited -= Counter([name])
             if self._closed:
@@ -103,12 +102,12 @@ class Rendezvous:
         return sock
 
     def look_again(self) -> None:
-        """Those who wait in `accept` find out whether they were given up."""
+        """Make those who wait in `accept` check whether they were given up."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop listening and close what nobody has accepted; idempotent."""
+        """Stop listening and close connections that nobody has accepted; idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -134,7 +133,7 @@ class Rendezvous:
             self._sweep()
 
     def _serve(self, sock: socket.socket) -> None:
-        """Whatever fails costs this caller alone."""
+        """Serve one connection; any failure affects this caller alone."""
         try:
             if sock is self._listener:
                 self._take_call()
@@ -156,7 +155,7 @@ class Rendezvous:
     def _take_call(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it has gone already, or there are no descriptors
+        except OSError:  # the caller has gone already, or there are no descriptors
             time.sleep(_PAUSE_SECONDS)
             return
         try:
@@ -168,7 +167,7 @@ class Rendezvous:
             raise
 
     def _read(self, sock: socket.socket) -> None:
-        """Read no more than the greeting: what follows is for whoever accepts the connection."""
+        """Read no more than the greeting: later bytes are for whoever accepts the connection."""
         greeting, _ = self._greetings[sock]
         try:
             content = sock.recv(_missing(greeting))
@@ -193,7 +192,7 @@ class Rendezvous:
             _hang_up(former[0])
 
     def _sweep(self) -> None:
-        """Close those whose patience has ended, and the oldest of too many."""
+        """Close connections that have waited too long, and the oldest if there are too many."""
         now = time.monotonic()
         for sock, (_, until) in list(self._greetings.items()):
             if until < now or len(self._greetings) > MAX_CALLERS:
@@ -213,12 +212,12 @@ class Rendezvous:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    with suppress(OSError):  # it is closed nevertheless
+    with suppress(OSError):  # the socket is closed nevertheless
         sock.close()
 
 
 def _missing(greeting: bytearray) -> int:
-    """Bytes until the greeting is complete, as far as is known."""
+    """Bytes missing from the greeting, as far as is known."""
     if len(greeting) < _GREETING.size:
         return _GREETING.size - len(greeting)
     _, size = _GREETING.unpack_from(greeting)
@@ -226,7 +225,7 @@ def _missing(greeting: bytearray) -> int:
 
 
 def _may_greet(start: bytearray) -> bool:
-    """Whether it may become a greeting."""
+    """Whether these bytes may become a greeting."""
     if len(start) < _GREETING.size:
         return _MAGIC.startswith(bytes(start[: len(_MAGIC)]))
     magic, size = _GREETING.unpack_from(start)
@@ -237,7 +236,7 @@ def call(endpoint: str, name: str, deadline: float) -> socket.socket:
     """Connect to a peer's `Rendezvous` and name the link. The host is an address: a name would be looked up without a deadline.
 
     Raises:
-        LinkError: it cannot be reached in time.
+        LinkError: the peer cannot be reached in time.
     """
     host, _, port = endpoint.rpartition(":")
     content = name.encode()
@@ -255,10 +254,11 @@ def call(endpoint: str, name: str, deadline: float) -> socket.socket:
 
 
 class PairStore(Store):
-    """What the two sides of a link set for each other while they connect, as the store that torch's backends expect. Each operation
-    ends at the deadline, which is one for all of them. Once the peers have connected, all that is asked is answered on this side alone.
+    """The store through which both sides of a link exchange values while they connect, as torch's backends expect it.
 
-    The backend has only a weak hold of it, and its later calls fail without it: keep it for as long as the backend.
+    All operations share one deadline. Once the peers have connected, all requests are answered on this side alone.
+
+    The backend has only a weak reference to the store, and its later calls fail without it: keep it for as long as the backend.
     """
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
@@ -271,7 +271,7 @@ class PairStore(Store):
         self._peer_connected = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set it on both sides. After `finish` it stays on this one."""
+        """Set a value on both sides. After `finish` it stays on this one."""
         content = value.encode() if isinstance(value, str) else value
         with self._lock:
             self._values[key] = content
@@ -281,20 +281,20 @@ class PairStore(Store):
         """The value that either side has set; blocks until there is one.
 
         Raises:
-            LinkError: there was none in time, or the peer has closed the connection.
+            LinkError: there was no value in time, or the peer has closed the connection.
         """
         with self._lock:
             self._until(key)
             return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Block until all are set, whatever the `timeout`. Raises LinkError as `get` does."""
+        """Block until all keys are set, whatever the `timeout`. Raises LinkError as `get` does."""
         with self._lock:
             for key in keys:
                 self._until(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are set; blocks for nothing. Raises LinkError when the peer has closed the connection."""
+        """Whether all keys are set; never blocks. Raises LinkError if the peer has closed the connection."""
         with self._lock:
             while self._receive(wait=False):
                 pass
@@ -308,17 +308,17 @@ class PairStore(Store):
             return total
 
     def delete_key(self, key: str) -> bool:
-        """Forget it on this side alone; whether it was there."""
+        """Forget a key on this side alone; returns whether it was set."""
         with self._lock:
             return self._values.pop(key, None) is not None
 
     deleteKey = delete_key  # noqa: N815  # torch's C++ calls it so
 
     def finish(self) -> socket.socket:
-        """Wait until the peer has connected too; the connection, on which nothing is sent any more.
+        """Wait until the peer has connected too; returns the connection, on which nothing is sent any more.
 
         Raises:
-            LinkError: it has not in time, or has given up.
+            LinkError: the peer has not connected in time, or has given up.
         """
         with self._lock:
             self._send(b"", b"")
@@ -329,9 +329,9 @@ class PairStore(Store):
             return sock
 
     def abort(self) -> None:
-        """End what waits here for the peer, from another thread, unless `finish` has returned."""
+        """End all waits for the peer, from another thread, unless `finish` has returned."""
         if (sock := self._sock) is not None:
-            with suppress(OSError):  # it is closed already, or the peer has gone
+            with suppress(OSError):  # the connection is closed already, or the peer has gone
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ class PairStore(Store):
             raise _lost(error) from error
 
     def _receive(self, *, wait: bool) -> bool:
-        """Take what the peer has sent; whether there was anything."""
+        """Take what the peer has sent; returns whether there was anything."""
         if self._sock is None:
             if wait:
                 raise LinkError("the peers have connected and exchange nothing any more; offer again")
@@ -373,7 +373,7 @@ class PairStore(Store):
         return True
 
     def _take(self) -> bool:
-        """Take one value off what was received, if it is complete."""
+        """Take one value from the received bytes, if it is complete."""
         if len(self._unread) < _VALUE.size:
             return False
         key_size, size = _VALUE.unpack_from(self._unread)
@@ -401,7 +401,7 @@ def _lost(error: OSError) -> LinkError:
 
 
 def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError("deadline exceeded")
-    return left
+    return remaining

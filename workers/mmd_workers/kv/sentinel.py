@@ -1,7 +1,7 @@
 """Notices at once that the process at the other end of a link has ended: an idle TCP connection next to every link.
 
-The kernel closes it when a process dies, however it dies, while gloo, NCCL and NIXL may wait on a half-received chunk. It is the one
-on which the two sides met; nothing is sent on it any more, and it is independent of what the link moves.
+The kernel closes it when a process dies, however it dies, while gloo, NCCL and NIXL may wait on a half-received chunk. It is the
+connection on which the two sides met; nothing is sent on it any more, and it is independent of what the link moves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from contextlib import suppress
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 1.0
-_KEEPALIVE_SECONDS = (
-    1  # a dead machine sends no FIN: three unanswered probes, one a second, end the connection
-)
+# A dead machine sends no FIN: three unanswered probes, one a second, end the connection.
+_KEEPALIVE_SECONDS = 1
 
 
 def keep_alive(sock: socket.socket) -> socket.socket:
-    """The connection, set up to be watched."""
+    """Set up a connection to be watched; returns it."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
@@ -47,8 +46,8 @@ class Watch:
             self._selector.register(self._stop, selectors.EVENT_READ)
             threading.Thread(target=self._loop, name="kv-sentinel", daemon=True).start()
         except BaseException:
-            for each in opened:
-                each.close()
+            for resource in opened:
+                resource.close()
             raise
 
     def add(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
@@ -56,10 +55,10 @@ class Watch:
         self._selector.register(sock, selectors.EVENT_READ, on_lost)
 
     def remove(self, sock: socket.socket) -> None:
-        """Stop watching and close, which the other side notices; idempotent."""
-        with suppress(KeyError, ValueError, OSError):  # the loop saw its end first, or it was closed before
+        """Stop watching a connection and close it, which the other side notices; idempotent."""
+        with suppress(KeyError, ValueError, OSError):  # the loop saw the end first, or it was closed before
             self._selector.unregister(sock)
-        with suppress(OSError):  # it is closed nevertheless
+        with suppress(OSError):  # the socket is closed nevertheless
             sock.close()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""How every process reports what it does: logs, metrics, probes, phases."""
+"""The reports of every process: logs, metrics, probes, phases."""

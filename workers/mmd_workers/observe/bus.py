@@ -25,21 +25,25 @@ async def watch(bus: Bus, metrics: Metrics) -> None:
 
     bus.on_reconnect(reconnected)
     limited = RateLimitedLog(_log)
-    known = dict.fromkeys(("malformed", "dropped", "handler"), 0)
+    previous = dict.fromkeys(("malformed", "dropped", "handler"), 0)
     while True:
         metrics.nats_connected.set(bus.is_connected)
         if bus.is_connected:
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
                 await bus.flush(ROUND_TRIP_SECONDS)
-                metrics.nats_round_trip.observe(time.monotonic() - begun)
+                metrics.nats_round_trip.observe(time.monotonic() - start)
             except MmdError:
                 metrics.nats_round_trip.observe(ROUND_TRIP_SECONDS)
             except Exception as error:  # noqa: BLE001 - a missing measurement must not end the process
                 message = f"failed to measure the round trip to NATS: {type(error).__name__}: {error}"
                 limited.warning("round trip", message, error)
-        now = {"malformed": bus.bad_messages, "dropped": bus.dropped_messages, "handler": bus.handler_errors}
-        for reason, count in now.items():
-            metrics.nats_lost.labels(reason).inc(count - known[reason])
-        known = now
+        counts = {
+            "malformed": bus.bad_messages,
+            "dropped": bus.dropped_messages,
+            "handler": bus.handler_errors,
+        }
+        for reason, count in counts.items():
+            metrics.nats_lost.labels(reason).inc(count - previous[reason])
+        previous = counts
         await asyncio.sleep(PERIOD_SECONDS)

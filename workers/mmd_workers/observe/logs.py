@@ -1,6 +1,6 @@
 """Logs of every process: JSON lines for machines, short lines on a terminal, with pod, request and trace on each.
 
-Nobody logs media, prompts or tensors; a line is bounded whatever is put into it, and shows control characters instead of obeying them.
+Nobody logs media, prompts or tensors. A line is bounded whatever it contains, and shows control characters instead of obeying them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _request: ContextVar[tuple[str, str]] = ContextVar("mmd_request", default=("", "
 
 @contextmanager
 def request_context(request_id: str, trace_id: str = "") -> Iterator[None]:
-    """Put the ids on every line logged inside, tasks started inside included."""
+    """Put the ids on every line logged inside, also by tasks started inside."""
     token = _request.set((request_id, trace_id))
     try:
         yield
@@ -36,7 +36,7 @@ def request_context(request_id: str, trace_id: str = "") -> Iterator[None]:
 
 
 def configure(pod: str, level: str = "INFO", stream: TextIO | None = None) -> None:
-    """Send the process's logs to `stream` (stderr): readable on a terminal, JSON lines elsewhere. Replaces what was set up before."""
+    """Send the process's logs to `stream` (stderr): readable on a terminal, JSON lines elsewhere. Replaces any earlier setup."""
     target = stream or sys.stderr
     handler = logging.StreamHandler(target)
     handler.setFormatter(_TerminalFormatter(pod) if target.isatty() else _JsonFormatter(pod))
@@ -53,11 +53,11 @@ def set_level(level: str) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with control characters as escapes, but for those in `keep`: it cannot move a cursor, change a title or feign a line.
+    """The text with control characters escaped, except those in `keep`: it cannot move a cursor, change a title or fake a line.
 
     Characters that turn the direction of text are among them.
     """
-    return _CONTROL.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
+    return _CONTROL.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
 
 
 def _escape(character: str) -> str:
@@ -88,7 +88,7 @@ class _JsonFormatter(logging.Formatter):
             line["trace_id"] = trace_id[:128]
         if record.exc_info:
             line["exception"] = _bounded(self.formatException(record.exc_info), MAX_TRACEBACK_CHARACTERS)
-        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(line, ensure_ascii=False))
+        return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(line, ensure_ascii=False))
 
 
 class _TerminalFormatter(logging.Formatter):

@@ -1,7 +1,7 @@
 """Every metric of every process, as one table: name (its ending is the unit), meaning, labels. Independent of what it counts.
 
-Labels take values from small fixed sets, and names of tenants from their file: never a request, a URL, a digest or a message. `docs/metrics.md` is made from
-this table.
+Labels take values from small fixed sets, and names of tenants from their file: never a request, a URL, a digest or a message.
+`docs/metrics.md` is generated from this table.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Metrics(MetricTable):
     """The catalogue; one object per process, on a separate registry.
 
-    `roles`: of gateway, encode, prefill, decode, follower; what belongs to others can be fed and is not exposed. Empty: everything is.
+    `roles`: some of gateway, encode, prefill, decode, follower; metrics of other roles can be fed and are not exposed. Empty: all are exposed.
     """
 
     LABELS: ClassVar[Mapping[str, str]] = LABELS
@@ -570,5 +570,5 @@ class Metrics(MetricTable):
 
 
 def exemplar(trace_id: str) -> dict[str, str] | None:
-    """What ties an observation to a trace, for `Histogram.observe`."""
+    """The exemplar that ties an observation to a trace, for `Histogram.observe`."""
     return {"trace_id": trace_id} if trace_id else None

@@ -1,6 +1,7 @@
-"""The small HTTP server of a worker: alive, ready, metrics, state. Runs in the worker's own event loop, so a stuck loop is a
-failed probe. On a loopback address it serves this machine's programs and not the web pages that its browsers show.
-Independent of what it reports.
+"""The small HTTP server of a worker: alive, ready, metrics, state. Independent of what it reports.
+
+It runs in the worker's own event loop, so a stuck loop is a failed probe. On a loopback address it serves this machine's programs and not the
+web pages that its browsers show.
 """
 
 from __future__ import annotations
@@ -42,25 +43,28 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 10.0
 STOP_TIMEOUT_SECONDS = 3.0
-HEAD_SECONDS = 30.0  # until a request's head is complete
-REFUSED_SECONDS = 2.0  # for a client to read that its head was refused, while the rest of it is discarded
-WRITE_SECONDS = 60.0  # over which a client must read at this rate, while the answer waits for it; networks report it in large pieces:
+HEAD_SECONDS = 30.0  # limit for a request's head to be complete
+REFUSED_SECONDS = 2.0  # a client may read a refusal for this long; the rest of its head is discarded
+# While an answer waits for its client, the client must read at this rate over this time: networks report what was read in large pieces.
+WRITE_SECONDS = 60.0
 LEAST_READ_BYTES_PER_SECOND = 1024  # a stream of three or four tokens a second
-READER_LOOKS = 10  # in that time
-ANSWER_SECONDS = 60.0  # for a whole answer; more for its size, at this rate:
+READER_LOOKS = 10  # checks of a reader in WRITE_SECONDS
+# Limit for a whole answer, and the rate by which its size extends the limit.
+ANSWER_SECONDS = 60.0
 MIN_READ_BYTES_PER_SECOND = 128 << 10
-MAX_HEAD_BYTES = 16 << 10  # of a request; a connection may hold one that is not complete
-CONNECTION_BYTES = 40 << 10  # of memory that one connection may hold: such a head, and what surrounds it
-MAX_CONNECTIONS = 8192  # of one server, and no more than fit this share of the memory:
+MAX_HEAD_BYTES = 16 << 10  # limit of a request's head; a connection may hold one incomplete head
+CONNECTION_BYTES = 40 << 10  # limit of memory for one connection: such a head, and what surrounds it
+# Limit of one server's connections, which may also not exceed this share of the memory.
+MAX_CONNECTIONS = 8192
 CONNECTIONS_SHARE = 0.05
 KEEP_ALIVE_SECONDS = 620
-"""The side that times out first closes an idle connection, and a request in transit at that moment is lost: so this exceeds
-the idle timeouts of clients (httpx: 5 s) and load balancers (Google's: 600 s)."""
+"""The side that times out first closes an idle connection, and a request in transit at that moment is lost. So this exceeds the
+idle timeouts of clients (httpx: 5 s) and load balancers (Google's: 600 s)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Something that must move for the process to count as alive: seconds since it last did, and how many are too many.
+    """A check whether the process counts as alive: seconds since the last progress, and their limit.
 
     `age_seconds` returns 0 while there is nothing to do.
     """
@@ -113,7 +117,7 @@ def routes(
 
 
 def scraped(metrics: Metrics, request: Request) -> Response:
-    """The answer to a scrape, in the format that it asks for."""
+    """The answer to a scrape, in the requested format."""
     body, content_type = metrics.expose(request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": content_type})
 
@@ -124,10 +128,10 @@ class _Connections:
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
         self._open: set[_Counted] = set()
-        self._idle: dict[_Counted, None] = {}  # the longest first
+        self._idle: dict[_Counted, None] = {}  # longest idle first
 
     def enter(self, connection: _Counted) -> None:
-        """Take a new connection in, or abort it where all others are busy."""
+        """Take in a new connection, or abort it if all others are busy."""
         self._open.add(connection)
         self._idle[connection] = None
         if len(self._open) > self._limit():
@@ -136,16 +140,16 @@ class _Connections:
             longest_idle.abort()
 
     def busy(self, connection: _Counted) -> None:
-        """A request has come."""
+        """Note that a request has come."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: _Counted) -> None:
-        """An answer is complete."""
+        """Note that an answer is complete."""
         if connection in self._open:
             self._idle[connection] = None
 
     def leave(self, connection: _Counted) -> None:
-        """The connection is closed, or about to be."""
+        """Forget a connection that is closed, or about to be."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
@@ -153,45 +157,45 @@ class _Connections:
 class _Connection(H11Protocol):
     """uvicorn's connection, with deadlines for clients that do not finish a request's head or do not read an answer.
 
-    A connection that misses one is aborted: the application sees a disconnect, and frees what it holds. `answer_seconds()`: from a
-    request's head to the end of its answer, what the client may take to read it aside. `under`: the TLS that it runs over, set before it
+    A connection that misses one is aborted: the application sees a disconnect, and frees what it holds. `answer_seconds()`: limit from a
+    request's head to the end of its answer, without the client's time to read it. `under`: the TLS below the connection, set before it
     begins.
     """
 
     under: tls.TlsConnection | None = None
     _head: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
-    _answered: object = None  # the request, uvicorn's cycle, that the next two belong to
+    _answered_cycle: object = None  # uvicorn's cycle: the request that the next two belong to
     _answer_due = 0.0
-    _unread_bytes = 0  # that the client let pile up, over all its pauses
-    _refused = False  # what it sends is no request
+    _unread_bytes = 0  # bytes that the client let pile up, over all its pauses
+    _refused = False  # whether the client sent something other than a request
 
     def __init__(
         self, connections: _Connections, answer_seconds: Callable[[], float], **options: Any
     ) -> None:
         super().__init__(**options)
-        self._others = connections
+        self._connections = connections
         self._answer_seconds = answer_seconds
         self._looks: deque[int] = deque(maxlen=READER_LOOKS + 1)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head is due."""
+        """Begin: the first head is due."""
         super().connection_made(transport)
         if self.under is not None:
             transport.set_write_buffer_limits(high=tls.BUFFER_BYTES)
             self.under.leave()
         self._head = self.loop.call_later(HEAD_SECONDS, self.abort)
-        self._others.enter(self)
+        self._connections.enter(self)
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """Complete an answer: the next request may come."""
         super().on_response_complete()
         self._begin_answer()
         if self.cycle is None or self.cycle.response_complete:
-            self._others.idle(self)
+            self._connections.idle(self)
 
     def data_received(self, data: bytes) -> None:
-        """A head that has begun must be complete in time."""
+        """Take data; a head that has begun must be complete in time."""
         if self._refused:
             return
         super().data_received(data)
@@ -199,18 +203,19 @@ class _Connection(H11Protocol):
             return
         self._begin_answer()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._others.busy(self)
+            self._connections.busy(self)
             _cancel(self._head)
             self._head = None
         elif self._head is None:
             self._head = self.loop.call_later(HEAD_SECONDS, self.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request, as uvicorn does, but close later: the kernel resets a connection that is closed before all was read,
-        and a client that still sends may then lose the answer.
+        """Refuse data that is no request, as uvicorn does, but close later.
+
+        The kernel resets a connection that is closed before all was read, and a client that still sends may then lose the answer.
         """
         self._refused = True
-        if self.cycle is not None and not self.cycle.response_complete:  # its body ends as no body does
+        if self.cycle is not None and not self.cycle.response_complete:  # its body is invalid
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
@@ -223,15 +228,15 @@ class _Connection(H11Protocol):
         self._head = self.loop.call_later(REFUSED_SECONDS, self.transport.close)
 
     def _begin_answer(self) -> None:
-        if self.cycle is not self._answered:
-            self._answered, self._unread_bytes = self.cycle, 0
+        if self.cycle is not self._answered_cycle:
+            self._answered_cycle, self._unread_bytes = self.cycle, 0
             self._answer_due = time.monotonic() + self._answer_seconds() + WRITE_SECONDS
 
     def pause_writing(self) -> None:
-        """The client has stopped reading, or is slower than the answer comes.
+        """Watch a client that has stopped reading, or that reads more slowly than the answer comes.
 
-        It must read on at the least rate, over the last `WRITE_SECONDS`. The whole answer has a deadline too: the longest that it may
-        take to make it, and what it takes to read it at the lowest rate.
+        It must read on at `LEAST_READ_BYTES_PER_SECOND`, over the last `WRITE_SECONDS`. The whole answer has a deadline too: the longest
+        time to make it, plus the time to read it at `MIN_READ_BYTES_PER_SECOND`.
         """
         super().pause_writing()
         self._unread_bytes += self.transport.get_write_buffer_size()
@@ -239,7 +244,7 @@ class _Connection(H11Protocol):
         self._look_at_reader()
 
     def _look_at_reader(self) -> None:
-        """Abort where the client has read too little since the oldest of the looks, or the answer's deadline has come."""
+        """Abort if the client has read too little since the oldest look, or if the answer's deadline has come."""
         self._looks.append(self._undelivered_bytes())
         due = self._answer_due + self._unread_bytes / MIN_READ_BYTES_PER_SECOND
         least = min(LEAST_READ_BYTES_PER_SECOND * WRITE_SECONDS, self._looks[0])
@@ -252,30 +257,33 @@ class _Connection(H11Protocol):
         self._reading = self.loop.call_later(max(0.0, pause), self._look_at_reader)
 
     def _undelivered_bytes(self) -> int:
-        """Sent, and not yet received. The kernel's share is often minutes of a stream, and it takes more only when much of it is gone."""
+        """Bytes sent and not yet received.
+
+        The kernel's share is often minutes of a stream, and the kernel takes more only when much of it is gone.
+        """
         size = int(self.transport.get_write_buffer_size())
         if self.under is not None:
             size += self.under.unsent_bytes()
         sent = self.transport.get_extra_info("socket")
         queued = array("i", [0])
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or a kernel that does not tell
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or the kernel does not report it
             fcntl.ioctl(sent.fileno(), termios.TIOCOUTQ, queued)
         return size + queued[0]
 
     def resume_writing(self) -> None:
-        """The client has read what was there."""
+        """Stop watching: the client has read all that was there."""
         super().resume_writing()
         _cancel(self._reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is due any more."""
+        """End: nothing is due any more."""
         super().connection_lost(exc)
-        self._others.leave(self)
+        self._connections.leave(self)
         _cancel(self._head)
         _cancel(self._reading)
 
     def abort(self) -> None:
-        """Close it at once, sending nothing more."""
+        """Close the connection at once, sending nothing more."""
         self.transport.abort()
 
 
@@ -296,7 +304,7 @@ class _EmbeddedServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the worker."""
+        """Capture none: signals belong to the worker."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -306,9 +314,9 @@ class _EmbeddedServer(uvicorn.Server):
 
 
 class _LoopbackGuard:
-    """Refuses what a web page of another site makes a browser of this machine send to a server that is for this machine alone.
+    """Refuses requests that web pages of other sites make a local browser send to a server for this machine alone.
 
-    A page whose own name resolves to this address (DNS rebinding) sends that name as Host, any other page its site as Origin; those of
+    A page whose own name resolves to this address (DNS rebinding) sends that name as Host, any other page its site as Origin; pages of
     `origins` may send requests.
     """
 
@@ -330,7 +338,7 @@ class _LoopbackGuard:
 
 
 def _foreign(headers: Headers, origins: Collection[str]) -> str:
-    """What shows that a request is not from this machine; empty if nothing does."""
+    """The reason why a request is not from this machine; empty if there is none."""
     for host in headers.getlist("host") or [""]:
         if not _of_loopback(f"//{host}"):
             return f"this server is only for this machine: address it as localhost or 127.0.0.1, not as {host[:253]!r}"
@@ -356,14 +364,17 @@ def is_loopback(host: str) -> bool:
 
 
 def most_connections(memory_bytes: int | None = None, *, encrypted: bool = False) -> int:
-    """Of one server in so much memory; None: in that of this pod."""
-    each = CONNECTION_BYTES + (tls.BYTES if encrypted else 0)
-    present = host_bytes() if memory_bytes is None else memory_bytes
-    return min(MAX_CONNECTIONS, int(CONNECTIONS_SHARE * present / each))
+    """The limit of connections of one server in this much memory; None: in the memory of this pod."""
+    bytes_per_connection = CONNECTION_BYTES + (tls.BYTES if encrypted else 0)
+    available_bytes = host_bytes() if memory_bytes is None else memory_bytes
+    return min(MAX_CONNECTIONS, int(CONNECTIONS_SHARE * available_bytes / bytes_per_connection))
 
 
 def listen_address(pod_ip: str) -> str:
-    """On a loopback address no other host is admitted; in a pod, port-forwarding comes over loopback as well."""
+    """The address to listen on: the pod's if it is a loopback address, otherwise all.
+
+    On a loopback address no other host is admitted; in a pod, port-forwarding comes over loopback as well.
+    """
     return pod_ip if ipaddress.ip_address(pod_ip).is_loopback else "0.0.0.0"  # noqa: S104
 
 
@@ -384,8 +395,8 @@ def is_host_and_port(text: str) -> bool:
 class HttpServer:
     """Serves an ASGI application inside the running event loop; the gateway's and the workers' alike.
 
-    `context()`: TLS of the connections that come now; None: there is no certificate yet, and they are closed. Omitted: plain HTTP.
-    `origins`: of web pages that may use it even on a loopback address.
+    `context()`: TLS context for the connections that come now; None: there is no certificate yet, and they are closed. Omitted: plain
+    HTTP. `origins`: origins of web pages that may use the server even on a loopback address.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a process did from its start until it was Ready, and how long each part took. Independent of what the parts do."""
+"""The phases of a process from its start until it is Ready, with their durations. Independent of the phases' work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Startup:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block; one that raises is recorded too."""
+        """Time a block; a block that raises is recorded too."""
         started = time.monotonic()
         try:
             yield

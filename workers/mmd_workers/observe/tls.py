@@ -1,4 +1,4 @@
-"""TLS of a server whose certificate may change: every connection takes the context that is current as it is accepted.
+"""TLS of a server with a changing certificate: every connection takes the context that is current as it is accepted.
 
 Independent of where certificates come from, and of HTTP.
 """
@@ -14,25 +14,25 @@ from collections.abc import Callable
 from typing import Protocol
 
 HANDSHAKE_SECONDS = 10
-TURN_SECONDS = 0.002  # of handshakes in one iteration of the event loop; a step that has begun is finished
-SHUTDOWN_SECONDS = 2.0  # for the client to answer the end of TLS, before the connection is closed
-BUFFER_BYTES = 64 << 10  # of what was received; a record has 16 KiB
+TURN_SECONDS = 0.002  # limit for handshakes in one event loop iteration; a step that has begun is finished
+SHUTDOWN_SECONDS = 2.0  # the client may answer the end of TLS for this long before the close
+BUFFER_BYTES = 64 << 10  # limit of received bytes; a record has 16 KiB
 BYTES = 192 << 10
-"""Of memory that TLS adds to what a connection may hold: its state, and buffers in both directions."""
+"""Memory that TLS adds to a connection's limit: its state, and buffers in both directions."""
 
 
 class Connections(Protocol):
-    """Where connections are counted."""
+    """The registry that counts connections."""
 
     def enter(self, connection: TlsConnection) -> None:
-        """One has been accepted."""
+        """Count a connection that has been accepted."""
 
     def leave(self, connection: TlsConnection) -> None:
-        """It has ended, or is counted as another from now on."""
+        """Stop counting a connection that has ended, or that is counted as another from now on."""
 
 
 class Handshakes:
-    """Steps of handshakes, in the order in which they come: a few at a time, and no more than half of the event loop's time.
+    """Runs the steps of handshakes in order of arrival: a few at a time, in no more than half of the event loop's time.
 
     A step costs its server a signature, and a client nothing but a message that it may send again and again.
     """
@@ -43,18 +43,18 @@ class Handshakes:
         self._scheduled = False
 
     def add(self, step: Callable[[], None]) -> None:
-        """Have a step done when its turn comes."""
+        """Queue a step, which runs when its turn comes."""
         self._steps.append(step)
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._take_turn)
 
     def _take_turn(self) -> None:
-        began, spent = self._clock(), 0.0
+        start, spent = self._clock(), 0.0
         try:
             while self._steps and spent < TURN_SECONDS:
                 self._steps.popleft()()
-                spent = self._clock() - began
+                spent = self._clock() - start
         finally:
             self._scheduled = bool(self._steps)
             if self._scheduled:
@@ -62,9 +62,9 @@ class Handshakes:
 
 
 class TlsConnection(SSLProtocol):
-    """A connection under its application's: it counts from its acceptance, since a handshake that never ends holds memory as well.
+    """A TLS connection under its application's. It counts from its acceptance: an endless handshake holds memory as well.
 
-    asyncio's own, as a protocol of a plain server: `create_server(ssl=...)` would show it only after the handshake, and fix its context.
+    It is asyncio's own, as a protocol of a plain server: `create_server(ssl=...)` would show it only after the handshake, and fix its context.
     """
 
     max_size = BUFFER_BYTES
@@ -89,13 +89,13 @@ class TlsConnection(SSLProtocol):
         self._raw: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accepted; the handshake begins."""
+        """Count the accepted connection, and begin the handshake."""
         self._raw = transport  # type: ignore[assignment]
         self._connections.enter(self)
         super().connection_made(transport)
 
     def _do_handshake(self) -> None:
-        """Something has come that the handshake waits for. Nothing more is read until its turn, so that no more than that is kept."""
+        """Queue a step for data that the handshake waits for. Until its turn nothing more is read, so that no more is kept."""
         if self._raw is not None and not self._raw.is_closing():
             self._raw.pause_reading()
             self._handshakes.add(self._take_step)
@@ -106,20 +106,20 @@ class TlsConnection(SSLProtocol):
             super()._do_handshake()  # type: ignore[misc, unused-ignore]
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """It has ended, perhaps before its handshake did."""
+        """Stop counting: the connection has ended, perhaps before its handshake did."""
         self.leave()
         super().connection_lost(exc)
 
     def leave(self) -> None:
-        """Its application's connection counts from now on, or nothing does."""
+        """Stop counting: the application's connection counts from now on, or nothing does."""
         self._connections.leave(self)
 
     def unsent_bytes(self) -> int:
-        """Encrypted, and not yet taken by the kernel."""
+        """Encrypted bytes that the kernel has not taken yet."""
         return self._raw.get_write_buffer_size() if self._raw is not None else 0
 
     def abort(self) -> None:
-        """Close it at once, sending nothing more."""
+        """Close the connection at once, sending nothing more."""
         if self._raw is not None:
             self._raw.abort()
 
@@ -128,5 +128,5 @@ class Refused(asyncio.Protocol):
     """A connection that comes before there is a certificate."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
+        """Close the connection."""
         transport.abort()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""One trace a request over all its pods, by OpenTelemetry. Nothing leaves the process unless the resource names a collector.
+"""One OpenTelemetry trace per request, over all its pods. Nothing leaves the process unless the resource names a collector.
 
-The context travels in the `trace` field of messages, as W3C trace context. Spans are made when phases have ended, from the
-times that were measured for the timeline anyway. A collector that is slow, dead or was never there costs a bounded queue and a line in the log.
+The context travels in the `trace` field of messages, as W3C trace context. Spans are made when phases have ended, from the times that were
+measured for the timeline anyway. A collector that is slow, dead or missing costs a bounded queue and a line in the log.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Root:
         self.trace_id = carrier[_TRACEPARENT].split("-")[1]
 
     def event(self, name: str, when: float, **facts: str | float) -> None:
-        """Something that happened at a moment (Unix seconds)."""
+        """Add an event that happened at a moment (Unix seconds)."""
         self._span.add_event(name, facts, int(when * 1e9))
 
     def end(self, when: float, error: str = "", **facts: str | float) -> None:
-        """Close it; an error is the code of what went wrong."""
+        """End the span; `error` is the code of an error."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attributes({f"mmd.{name}": value for name, value in facts.items()})
@@ -58,7 +58,7 @@ class Tracing:
         self._facts = (pod, deployment, namespace)
 
     def warm_up(self) -> None:
-        """Import and make what the first request would wait for: a tenth of a second. Blocks; nothing is recorded."""
+        """Import and make all that the first request would wait for: a tenth of a second. Blocks; nothing is recorded."""
         self.begin({}, time.time(), "")  # a span that never ends is never sent
 
     def begin(self, headers: Mapping[str, str], when: float, request_id: str) -> Root:
@@ -66,7 +66,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if self._provider is None:  # ids are made all the same: logs and exemplars carry them
+        if self._provider is None:  # ids are made anyway: logs and exemplars carry them
             self._provider = _provider(*self._facts, None)
         propagator = TraceContextTextMapPropagator()
         parent = propagator.extract({_TRACEPARENT: headers.get(_TRACEPARENT, "")})
@@ -82,7 +82,7 @@ class Tracing:
         return Root(span, {_TRACEPARENT: carrier[_TRACEPARENT]})
 
     def record(self, carrier: Mapping[str, str], phases: Iterable[Phase], error: str = "") -> None:
-        """Spans of phases that have ended, below whatever `carrier` names."""
+        """Record spans of phases that have ended, below the span that `carrier` names."""
         if not self.exports or self._provider is None or _TRACEPARENT not in carrier:
             return
         from opentelemetry.trace import Status, StatusCode
@@ -103,7 +103,7 @@ class Tracing:
             span.end(int(max(phase.start, phase.end) * 1e9))
 
     def close(self) -> None:
-        """Send what is left, for two seconds at most."""
+        """Send the remaining spans, for two seconds at most."""
         if self._provider is not None and self.exports:
             closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="close-tracing")
             closing.start()
@@ -137,7 +137,7 @@ def _processor(endpoint: str) -> Any:
         "opentelemetry.sdk.trace.export",
         "opentelemetry.sdk._shared_internal",
     ):
-        logging.getLogger(chatty).setLevel(logging.CRITICAL)  # said below, once a minute
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)  # logged below, once a minute
     warn = RepeatedWarning(log, interval_seconds=60.0)
 
     class Exporter(SpanExporter):

@@ -1,7 +1,7 @@
-"""What happens to a body that its request's answer did not wait for: it is read for a while, and the connection is closed.
+"""Handles a body that its request's answer did not wait for: it is read for a while, then the connection is closed.
 
-Most clients send everything before they read: a connection that closed at once would hide the answer from them, and one that stayed
-open would be read without limit. Independent of answers.
+Most clients send everything before they read: a connection that closed at once would hide the answer from them, and a connection that
+stayed open would be read without limit. Independent of answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 
 class UnreadBodyMiddleware:
-    """Ends the connection of a request that is answered before its body has been read, after at most so many bytes and seconds."""
+    """Ends the connection of a request that is answered before its body has been read, within limits of bytes and seconds."""
 
     def __init__(self, application: Any) -> None:
         self._application = application
@@ -50,11 +50,11 @@ class UnreadBodyMiddleware:
 
         await self._application(scope, reading, sending)
         if answered:
-            left = DISCARD_BYTES
+            remaining_bytes = DISCARD_BYTES
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DISCARD_SECONDS):
-                    while left > 0 and not body_ended:
-                        left -= len((await reading()).get("body", b""))
+                    while remaining_bytes > 0 and not body_ended:
+                        remaining_bytes -= len((await reading()).get("body", b""))
             await send({"type": "http.response.body", "body": b""})
 
 

@@ -1,6 +1,6 @@
 """The prefill role's side of a KV handover: reserve blocks at a decode pod, send ranges as they are finished, commit.
 
-The KV stays here until the decoder has said that it owns the sequence; when a peer or a link fails before that, the next
+The KV stays here until the decoder has confirmed that it owns the sequence. If a peer or a link fails before that, the next
 candidate gets everything from the start.
 """
 
@@ -42,22 +42,23 @@ from mmd_workers.wire.messages.prefill import GenerateRequest
 
 log = logging.getLogger(__name__)
 
-OFFER_SECONDS = 5.0  # without an answer to an offer, it is repeated
+OFFER_SECONDS = 5.0  # an unanswered offer is repeated after this time
 RETRY_SECONDS = (0.02, 0.25)  # first and longest pause while a decode pod has no room, or does not answer
-REPLY_SECONDS = 2.0  # without a reply to a message that may be repeated, it is repeated
-ANNOUNCE_SECONDS = 0.5  # without an acknowledgement of a chunk, it is announced again; or sooner:
-ANNOUNCE_FRACTION = 0.25  # of the chunk's deadline, which runs once the decoder receives, also if the acknowledgement was lost
-LONGEST_STEP_SECONDS = 120.0  # beyond any engine step that the decoder's liveness allows
-LINKS_AHEAD = 8  # that are made before a request needs them
-RENEW_FRACTION = (
-    0.25  # of a lease, after which a chunk without tokens renews it, where the decoder has the KV already
-)
-MAX_TRIES = 5  # pairs that may fail during one handover
+REPLY_SECONDS = 2.0  # an unanswered message that may be repeated is repeated after this time
+# An unacknowledged chunk is announced again after ANNOUNCE_SECONDS, or sooner: after ANNOUNCE_FRACTION of the chunk's deadline, which
+# runs once the decoder receives, even if the acknowledgement was lost.
+ANNOUNCE_SECONDS = 0.5
+ANNOUNCE_FRACTION = 0.25
+LONGEST_STEP_SECONDS = 120.0  # longer than any engine step that the decoder's liveness allows
+LINKS_AHEAD = 8  # limit of links made before a request needs them
+# While the decoder already has the KV, a chunk without tokens renews the lease after this fraction of it.
+RENEW_FRACTION = 0.25
+MAX_TRIES = 5  # pairs that may fail in one handover
 
 
 @dataclass(slots=True)
 class Finished:
-    """What a finished prefill hands to the decoder: the tokens so far, the rotary position that follows."""
+    """The result of a finished prefill for the decoder: the tokens so far and the next rotary position."""
 
     output_token_ids: list[int]
     next_position: int
@@ -65,7 +66,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Ranges:
-    """Token ranges whose KV is complete, in order; `finished` is set after the last. Written by the engine's events."""
+    """Token ranges with complete KV, in order; `finished` is set after the last. Written by the engine's events."""
 
     ready: list[tuple[int, int]] = field(default_factory=list)
     finished: Finished | None = None
@@ -74,7 +75,7 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class KvReservation:
-    """Blocks that a decode pod holds for us, and the link to it."""
+    """Blocks reserved for us at a decode pod, and the link to that pod."""
 
     pod: str
     grant: KvGrant
@@ -82,7 +83,7 @@ class KvReservation:
 
 
 def prefix_of(request: GenerateRequest, block_tokens: int) -> list[bytes]:
-    """Identities of the leading whole blocks of all that has to travel."""
+    """Identities of the leading whole blocks of the request's tokens, prompt and output."""
     tokens = [*request.token_ids, *request.output_token_ids]
     root = root_of(request.adapter, request.cache_salt)
     return leading_identities(tokens, media_spans(request.features), root, block_tokens)
@@ -105,8 +106,8 @@ class KvSender:
         wire_format: KvWireFormat = "Model",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`incarnations()`: of the decode pods that are ready now, by name. `block_tokens`: of the blocks that decoders have cached; 0:
-        they cache none. `wire_format`: of the KV that is sent.
+        """`incarnations()`: incarnations of the decode pods that are Ready now, by name. `block_tokens`: tokens per block in the decoders'
+        prefix caches; 0: they cache none. `wire_format`: format of the KV that is sent.
         """
         self._bus = bus
         self._clock = clock
@@ -123,16 +124,17 @@ class KvSender:
         self._order: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by pod
         self._releases: set[asyncio.Task[None]] = set()
         self._log = RateLimitedLog(log)
-        self._linking = 0  # links ahead of requests, requested or being made
+        self._linking = 0  # links ahead of requests that are requested or being made
 
     async def reserve(self, request: GenerateRequest, avoid: Collection[str] = ()) -> KvReservation:
-        """Find a decode pod with room, again and again until the deadline: in the router's order, then those that have appeared
-        since; those to avoid last.
+        """Find a decode pod with room, trying again until the deadline.
+
+        Pods are asked in the router's order, then those that have appeared since; pods to avoid come last.
 
         Raises:
-            CapacityError: it fits into none of them, even if they were idle.
-            LayoutMismatchError: their KV has another layout.
-            OverloadedError: no pod answered or had room in time, or no decode pod is there any more.
+            CapacityError: the sequence fits into none of the pods, even if they were idle.
+            LayoutMismatchError: the pods' KV has another layout.
+            OverloadedError: no pod answered or had room in time, or no decode pod is left.
         """
         queued: set[str] = set()
         try:
@@ -146,37 +148,38 @@ class KvSender:
     async def _reserve(
         self, request: GenerateRequest, avoid: Collection[str], queued: set[str]
     ) -> KvReservation:
-        """`reserve`; adds to `queued` the pods that keep a place in their queue for this request."""
+        """Do the work of `reserve`; `queued` collects the pods that keep a place in their queue for this request."""
         reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
         unable: dict[str, MmdError] = {}
         prefix = prefix_of(request, self._block_tokens) if self._block_tokens else []
         while self._clock.unix() < request.deadline:
-            there = self._incarnations()
-            if not there:
+            ready_pods = self._incarnations()
+            if not ready_pods:
                 reason = f"{', '.join(request.decode_pods)} lost and no other pod is ready"
                 break
-            new = [pod for pod in there if pod not in request.decode_pods]
-            named = [pod for pod in request.decode_pods if pod in there]
-            pods = sorted([*named, *random.sample(new, len(new))], key=lambda pod: pod in avoid)
+            new_pods = [pod for pod in ready_pods if pod not in request.decode_pods]
+            routed_pods = [pod for pod in request.decode_pods if pod in ready_pods]
+            pods = sorted(
+                [*routed_pods, *random.sample(new_pods, len(new_pods))], key=lambda pod: pod in avoid
+            )
             for pod in pods:
                 if pod in unable:
                     continue
-                alone = all(other == pod or other in unable for other in pods)
+                is_last_candidate = all(other == pod or other in unable for other in pods)
                 try:
-                    patience = LONGEST_STEP_SECONDS if alone else 0.0
-                    grant = await self._offer(request, prefix, pod, there[pod], patience)
+                    patience = LONGEST_STEP_SECONDS if is_last_candidate else 0.0
+                    grant = await self._offer(request, prefix, pod, ready_pods[pod], patience)
                 except asyncio.CancelledError:
-                    queued.add(
-                        pod
-                    )  # its answer is in flight: it may have granted blocks, or queued the request
+                    # The answer is in flight: the pod may have granted blocks, or queued the request.
+                    queued.add(pod)
                     raise
                 except MmdError as error:
                     reason = error.message
-                    if isinstance(error, (DeadlineError, OverloadedError)):  # it may grant it yet
+                    if isinstance(error, (DeadlineError, OverloadedError)):  # the pod may still grant it
                         queued.add(pod)
                     continue
                 if grant.granted:
-                    return KvReservation(pod, grant, self._connect(pod, there[pod], grant))
+                    return KvReservation(pod, grant, self._connect(pod, ready_pods[pod], grant))
                 reason = grant.reason
                 if grant.code == CapacityError.code:
                     unable[pod] = CapacityError(grant.reason)
@@ -185,9 +188,9 @@ class KvSender:
                 else:
                     queued.add(pod)
             if all(pod in unable for pod in pods):
-                differ = all(isinstance(error, LayoutMismatchError) for error in unable.values())
-                why = "; ".join(f"{pod}: {error.message}" for pod, error in unable.items())
-                raise LayoutMismatchError(why) if differ else CapacityError(why)
+                all_layouts_differ = all(isinstance(error, LayoutMismatchError) for error in unable.values())
+                reasons = "; ".join(f"{pod}: {error.message}" for pod, error in unable.items())
+                raise LayoutMismatchError(reasons) if all_layouts_differ else CapacityError(reasons)
             await self._clock.sleep(pauses.next())
         raise OverloadedError(f"no decode pod accepted the sequence: {reason}")
 
@@ -195,14 +198,14 @@ class KvSender:
         link = asyncio.create_task(
             asyncio.to_thread(self._links.connect, pod, incarnation, grant.link_endpoint, grant.epoch)
         )
-        link.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # raised where it is awaited
+        # The error is raised where the link is awaited.
+        link.add_done_callback(lambda task: task.cancelled() or task.exception())
         return link
 
     async def link(self, pod: str, incarnation: str) -> None:
-        """Make the link to a decode pod before a request needs it; nothing is reserved there. With many links there already, those
-        of requests come first: nothing is done.
+        """Make the link to a decode pod before a request needs it; nothing is reserved there.
+
+        Does nothing if there are already many links: those of requests come first.
 
         Raises:
             MmdError: the pod did not answer or could not be linked; the next handover tries again.
@@ -226,28 +229,29 @@ class KvSender:
         incarnation: str,
         patience_seconds: float,
     ) -> KvGrant:
-        """Ask a pod, and again for `patience_seconds` while it is alive: its engine may be in a long step. A repeated offer gets the
-        grant in progress, also after other pods were asked meanwhile.
+        """Offer a request to a pod, and again for `patience_seconds` while the pod is alive: its engine may be in a long step.
+
+        A repeated offer gets the grant in progress, even if other pods were asked meanwhile.
 
         Raises:
-            DeadlineError: no answer: the pod may have granted the offer.
-            OverloadedError: the pod, or this connection, took no more requests for all that time.
+            DeadlineError: the pod did not answer: it may have granted the offer.
+            OverloadedError: the pod, or this connection, accepted no more requests for all that time.
         """
         tokens = len(request.token_ids) + len(request.output_token_ids)
-        more = request.sampling.max_tokens - len(request.output_token_ids)
+        remaining_tokens = request.sampling.max_tokens - len(request.output_token_ids)
         name, attempt = request.request_id, request.attempt
         end = min(request.deadline, self._clock.unix() + patience_seconds)
         pauses = Backoff(*RETRY_SECONDS)
         while True:
             try:
                 return await self._ask(
-                    *(pod, incarnation, name, attempt, tokens, more, request.arrived, prefix),
+                    *(pod, incarnation, name, attempt, tokens, remaining_tokens, request.arrived, prefix),
                     request.companion_tokens,
                 )
             except (DeadlineError, OverloadedError) as error:
                 if self._clock.unix() > end or self._incarnations().get(pod) != incarnation:
                     raise
-                if isinstance(error, OverloadedError):  # answered at once
+                if isinstance(error, OverloadedError):  # the answer came at once
                     await self._clock.sleep(pauses.next())
 
     async def _ask(
@@ -285,12 +289,14 @@ class KvSender:
     async def hand_over(
         self, request: GenerateRequest, sequence: str, reservation: KvReservation, ranges: Ranges
     ) -> None:
-        """Send every range as it becomes ready, then commit. While the KV is still ours alone, a pair that fails is replaced by
-        the next, which gets everything from the start. What was not committed is given back, however this ends.
+        """Send every range as it becomes ready, then commit.
+
+        While no decoder owns the sequence, a failed pair is replaced by the next, which gets everything from the start. Blocks that
+        were not committed are released, however this ends.
 
         Raises:
-            LinkError, OverloadedError: no pair could do it.
-            PeerLostError, DeadlineError: it is unknown whether the decoder accepted it: only a new attempt is safe.
+            LinkError, OverloadedError: no pair completed the handover.
+            PeerLostError, DeadlineError: it is unknown whether the decoder accepted the sequence: only a new attempt is safe.
         """
         failed: list[str] = []
         while True:
@@ -322,7 +328,7 @@ class KvSender:
         task.add_done_callback(self._releases.discard)
 
     async def _until_released(self, release: KvRelease, pod: str) -> None:
-        """Repeat it until the decoder confirms, is lost, or has freed the blocks because their lease has ended."""
+        """Repeat a release until the decoder confirms it, is lost, or has freed the blocks because their lease has ended."""
         end = self._clock.now() + self._lease_seconds
         pauses = Backoff(*RETRY_SECONDS)
         while self._clock.now() < end:
@@ -345,25 +351,25 @@ class KvSender:
         try:
             link = await reservation.link
             with link.held():
-                seen = sent = 0
-                renewed = self._clock.now()
-                while seen < len(ranges.ready) or ranges.finished is None:
-                    if seen == len(ranges.ready):
+                range_number = sent = 0
+                renewed_at = self._clock.now()
+                while range_number < len(ranges.ready) or ranges.finished is None:
+                    if range_number == len(ranges.ready):
                         ranges.changed.clear()
                         async with self._clock.timeout(max(0.0, request.deadline - self._clock.unix())):
                             await ranges.changed.wait()
                         continue
-                    start, end = ranges.ready[seen]
-                    seen += 1
+                    start, end = ranges.ready[range_number]
+                    range_number += 1
                     start = max(start, cached := reservation.grant.cached_tokens)
                     if start < end:
                         await self._send(link, reservation, sequence, sent, start, end)
-                    elif self._clock.now() - renewed > RENEW_FRACTION * self._lease_seconds:
+                    elif self._clock.now() - renewed_at > RENEW_FRACTION * self._lease_seconds:
                         await self._send(link, reservation, sequence, sent, cached, cached)
                     else:
                         continue
                     sent += 1
-                    renewed = self._clock.now()
+                    renewed_at = self._clock.now()
                 await self._commit(request, reservation, ranges.finished, sent)
         except TimeoutError as error:
             raise DeadlineError("request deadline exceeded while its KV was being sent") from error
@@ -398,7 +404,7 @@ class KvSender:
     async def _announce_and_send(
         self, link: PairLink, pod: str, chunk: KvChunk, tensors: list[torch.Tensor]
     ) -> None:
-        """What is announced is sent: never cancelled in between. A link whose peer does not expect the chunk is closed."""
+        """Announce and send a chunk, never cancelled in between. A link whose peer does not expect the chunk is closed."""
         try:
             await self._announce(link, pod, chunk)
         except MmdError as error:
@@ -408,9 +414,10 @@ class KvSender:
             await asyncio.to_thread(send_range, link, tensors, chunk.first_tag)
 
     async def _announce(self, link: PairLink, pod: str, chunk: KvChunk) -> None:
-        """Repeat until the decoder receives: its engine may be in a long step, so only a silent pod or a dead link ends it early.
+        """Announce a chunk until the decoder receives it.
 
-        Never longer asleep than a fraction of the chunk's deadline.
+        The decoder's engine may be in a long step, so only a silent pod or a dead link ends this early. No pause is longer than a
+        fraction of the chunk's deadline.
         """
         end = self._clock.now() + LONGEST_STEP_SECONDS
         subject, seconds = self._bus.subjects.kv_chunk(pod), self._announce_seconds
@@ -421,7 +428,7 @@ class KvSender:
             except (DeadlineError, PeerLostError, OverloadedError) as error:
                 if link.dead or pod not in self._incarnations() or self._clock.now() > end:
                     raise
-                if not isinstance(error, DeadlineError):  # answered at once
+                if not isinstance(error, DeadlineError):  # the answer came at once
                     await self._clock.sleep(seconds)
 
     async def _commit(
@@ -439,11 +446,13 @@ class KvSender:
             raise OverloadedError(f"decode pod {reservation.pod} did not accept the sequence: {reply.reason}")
 
     async def _until_answered(self, pod: str, commit: KvCommit) -> KvCommitted:
-        """A repeated commit gets the answer of the first, so a lost message costs two seconds and no attempt. The decoder's engine may
-        be in a long step, so only a silent pod ends it early.
+        """Repeat a commit until the decoder answers it.
+
+        A repeated commit gets the answer of the first, so a lost message costs two seconds and no attempt. The decoder's engine may
+        be in a long step, so only a silent pod ends this early.
 
         Raises:
-            DeadlineError, PeerLostError: no answer: it is unknown whether the decoder accepted it.
+            DeadlineError, PeerLostError: no answer: it is unknown whether the decoder accepted the sequence.
         """
         end = self._clock.now() + LONGEST_STEP_SECONDS
         pauses = Backoff(*RETRY_SECONDS)

@@ -34,8 +34,9 @@ from mmd_workers.wire.peers import PeerEvent
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-HOLDER_STATES: tuple[WorkerState, ...] = ("ready", "draining")  # in which an encoder sends what it has
-LINK_SECONDS = 5.0  # for the links with decode pods that are ready before this one
+# States in which an encoder sends its cached features.
+HOLDER_STATES: tuple[WorkerState, ...] = ("ready", "draining")
+LINK_SECONDS = 5.0  # limit for linking with decode pods that are already Ready
 
 
 class PrefillRole(Part):
@@ -49,7 +50,7 @@ class PrefillRole(Part):
         links: KvLinks | None,
         local_source: Callable[[FeatureStore], LocalFeatureSource] | None,
     ) -> None:
-        """`links`: None where sequences stay. `local_source`: of the tower in this process, if it has one."""
+        """`links`: None if sequences stay on this pod. `local_source`: makes the source for the tower in this process, if there is one."""
         self._pod = pod
         self._engine = engine
         self._sequences = sequences
@@ -59,13 +60,13 @@ class PrefillRole(Part):
         self._queue_source: QueueSource | None = None
         self._sender: KvSender | None = None
         self._service: PrefillService | None = None
-        self._features = CacheIndex(most_in_all=MOST_REPORTED)  # of encoder pods
+        self._features = CacheIndex(most_in_all=MOST_REPORTED)  # the caches of encoder pods
         self._feed: CacheFeed | None = None
 
     # --- start ----------------------------------------------------------------------------------------------------
 
     async def accept(self) -> None:
-        """Take placed requests."""
+        """Accept placed requests."""
         pod, prefill = self._pod, self._pod.prefill_spec
         self._store = store = FeatureStore(
             prefill.feature_budget_mebibytes * MEBIBYTE, self._count_transition, pod.held
@@ -91,7 +92,7 @@ class PrefillRole(Part):
         await service.start()
 
     async def _source(self, store: FeatureStore) -> FeatureSource:
-        """Features from encoder pods, if there is a pool of them, and from the tower in this process, if there is one."""
+        """The source of features: encoder pods, the tower in this process, or both."""
         if self._local_source is None:
             return await self._start_queue_source(store)
         local = self._local_source(store)
@@ -124,17 +125,17 @@ class PrefillRole(Part):
         return source
 
     def _encoders_with(self, feature_id: str) -> list[str]:
-        """Encoder pods that have reported a feature, in random order, to spread the load; those that drain last."""
+        """Encoder pods that report a feature, shuffled to spread the load, with draining pods last."""
         if not (holders := self._features.holders(feature_identity(feature_id))):
             return []
-        found: list[str] = []
+        candidates: list[str] = []
         for state in HOLDER_STATES:
             encoders = [
                 beat.pod for beat in self._pod.directory.pods("encode", state) if beat.roles == ["encode"]
             ]
-            pods = [pod for pod in encoders if holders >> self._features.slot(pod) & 1]
-            found += random.sample(pods, len(pods))
-        return found
+            holding_pods = [pod for pod in encoders if holders >> self._features.slot(pod) & 1]
+            candidates += random.sample(holding_pods, len(holding_pods))
+        return candidates
 
     def _make_sender(self, links: KvLinks) -> KvSender:
         pod = self._pod
@@ -157,7 +158,7 @@ class PrefillRole(Part):
     # --- links ----------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Link with the decode pods that are ready already; those that come later are linked when they do."""
+        """Link with the decode pods that are already Ready; later ones are linked when they appear."""
         if self._sender is not None:
             links = {"links": partial(self._link_decoders, self._sender)}
             await warm_up(links, self._pod.startup, CPU, LINK_SECONDS)
@@ -174,15 +175,15 @@ class PrefillRole(Part):
             )
 
     def _peer_event(self, event: PeerEvent) -> None:
-        there = event.heartbeat
-        new = event.kind != "lost" and there.state == "ready" and "decode" in there.roles
-        if new and self._sender is not None:
-            self._pod.tasks.in_background(self._link(self._sender, there), f"link-{there.pod}")
+        peer = event.heartbeat
+        is_new_decoder = event.kind != "lost" and peer.state == "ready" and "decode" in peer.roles
+        if is_new_decoder and self._sender is not None:
+            self._pod.tasks.in_background(self._link(self._sender, peer), f"link-{peer.pod}")
 
     # --- end ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         if self._service is not None:
             self._service.drain()
 
@@ -192,14 +193,14 @@ class PrefillRole(Part):
         return self._service is None or not self._service.active
 
     async def stop(self) -> None:
-        """Follow the caches of encoder pods no more."""
+        """Stop following the caches of encoder pods."""
         if self._feed is not None:
             await self._feed.close()
 
     # --- report ---------------------------------------------------------------------------------------------------
 
     def load(self) -> PodLoad:
-        """Requests that the engine's figures do not show, and the bytes of features."""
+        """The load that the engine's figures do not include: waiting requests and bytes of features."""
         store, service = self._store, self._service
         if store is None:
             return PodLoad()
@@ -223,7 +224,7 @@ class PrefillRole(Part):
         return Advertised(encodes_small_media=self._pod.encodes_small_media)
 
     async def sample(self) -> None:
-        """Features by state, room granted to transfers, and prompt tokens that wait, in the engine or for it."""
+        """Expose features by state, bytes granted to transfers, and prompt tokens that wait in the engine or for it."""
         metrics = self._pod.metrics
         if self._store is not None:
             metrics.feature_budget.set(self._store.budget_bytes)

@@ -1,7 +1,7 @@
 """The prefill role: takes placed requests, gathers their features, runs the prompt, and hands the sequence to a decoder.
 
-On a pod that also holds the decode role the sequence simply stays in the engine; on one that holds the encode role features come from
-the tower in the same process instead of the queue, all of them or those of small media.
+On a pod that also holds the decode role, the sequence simply stays in the engine. On a pod that also holds the encode role, features
+come from the tower in the same process instead of the queue: all of them, or those of small media.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService(SequenceOwner):
-    """One task per request from placement to handover."""
+    """Runs one task per request, from placement to handover."""
 
     def __init__(
         self,
@@ -70,15 +70,15 @@ class PrefillService(SequenceOwner):
         self._needs_encoders: set[str] = set()
         self._ranges: dict[str, Ranges] = {}
         self._first_token: dict[str, asyncio.Future[SampledToken]] = {}
-        self._added: dict[str, float] = {}  # to the engine, Unix seconds
+        self._added: dict[str, float] = {}  # when the engine got a sequence, in Unix seconds
         self._cached_tokens: dict[str, int] = {}
         self._filling: dict[str, asyncio.Future[list[None]]] = {}
         self._late: set[asyncio.Task[None]] = set()
-        self._late_numbers = itertools.count()  # of these tasks, each of which has its own room in the store
+        self._late_numbers = itertools.count()  # for tasks in `_late`: each has its own room in the store
         self._draining = False
 
     async def start(self) -> None:
-        """Take requests from now on."""
+        """Accept requests from now on."""
         await self._bus.serve(self._bus.subjects.prefill(self._pod), GenerateRequest, self._place)
 
     @property
@@ -87,7 +87,10 @@ class PrefillService(SequenceOwner):
         return len(self._tasks)
 
     def waiting_tokens(self, sampled_at: float) -> int:
-        """Prompt tokens of requests that wait for their first token and are not in the engine's figures of that time (Unix seconds)."""
+        """Prompt tokens of requests that wait for their first token and are missing from the engine's figures.
+
+        `sampled_at`: when the engine's figures were sampled, in Unix seconds.
+        """
         return self._prompt_tokens(
             name
             for name in self._tasks
@@ -96,11 +99,11 @@ class PrefillService(SequenceOwner):
         )
 
     def blocked_tokens(self) -> int:
-        """Those of them that wait for media to be encoded: work for the encoders, not yet for this pod."""
+        """Prompt tokens of requests that wait for media to be encoded: work for the encoders, not yet for this pod."""
         return self._prompt_tokens(self._needs_encoders)
 
     def _prompt_tokens(self, names: Iterable[str]) -> int:
-        """Without what the engine has found in its prefix cache, or is expected there."""
+        """Prompt tokens to compute, without those that the engine found in its prefix cache or that are expected there."""
         return sum(
             tracked.tokens_to_compute(self._cached_tokens.get(name))
             for name in names
@@ -108,7 +111,7 @@ class PrefillService(SequenceOwner):
         )
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self._draining = True
 
     async def _place(self, request: GenerateRequest) -> Placed:
@@ -145,16 +148,20 @@ class PrefillService(SequenceOwner):
         return sequence in self._tasks and tracked is not None and bool(tracked.request.decode_pods)
 
     def on_admitted(self, sequence: str, cached_tokens: int) -> None:
-        """The engine runs the prompt now, but for what it found in its prefix cache.
+        """The engine runs the prompt now, without the tokens found in its prefix cache.
 
-        That may be less than what was there when its media were asked for, or when it was admitted before it was preempted:
-        then those that the engine does not have are brought after all, from the store or an encoder.
+        The cache may hold fewer tokens than when the media were looked up, or than at an admission before a preemption. Media that the
+        engine lacks are then supplied after all, from the store or an encoder.
         """
         if sequence in self._first_token:
             self._cached_tokens[sequence] = cached_tokens
         if (tracked := self._book.get(sequence)) is None:
             return
-        needed = {n for n in tracked.absent if media_end([tracked.request.features[n]]) > cached_tokens}
+        needed = {
+            number
+            for number in tracked.absent
+            if media_end([tracked.request.features[number]]) > cached_tokens
+        }
         if needed:
             tracked.absent -= needed
             self._metrics.late_features.inc(len(needed))
@@ -169,18 +176,18 @@ class PrefillService(SequenceOwner):
             ranges.changed.set()
 
     def on_token(self, token: SampledToken) -> None:
-        """The engine has sampled a token: the first one ends the prefill, and with each the engine may drop what it has of media."""
+        """The engine has sampled a token. The first one ends the prefill; with each, the engine may drop its features."""
         if not self._engine.keeps_features and (tracked := self._book.get(token.sequence_id)) is not None:
             tracked.absent = set(range(len(tracked.request.features)))
         if (first := self._first_token.get(token.sequence_id)) is not None and not first.done():
             first.set_result(token)
 
     def on_failed(self, sequence: str, error: MmdError) -> None:
-        """End its prefill; the book reports the failure."""
+        """End the sequence's prefill; the book reports the failure."""
         self._fail_prefill(sequence, error)
 
     def _fail_prefill(self, sequence: str, error: MmdError) -> bool:
-        """End a prefill that waits for its first token. False: none does."""
+        """End a prefill that waits for its first token; returns False if it does not wait for one."""
         if (first := self._first_token.get(sequence)) is None or first.done():
             return False
         first.set_exception(error)
@@ -211,28 +218,29 @@ class PrefillService(SequenceOwner):
             self._filling.pop(name, None)
 
     async def _give_up(self, name: str, error: MmdError) -> None:
-        await self._book.fail(name, error)  # first: a pod whose engine fails gives back what is open
+        # This comes first: a pod whose engine fails gives back all sequences that are open.
+        await self._book.fail(name, error)
         await self._engine.abort(name)
 
     async def _serve(self, name: str, tracked: Tracked) -> None:
         request = tracked.request
-        placed = time.time()
+        placed_at = time.time()
         self._needs_encoders.add(name)
         try:
             tracked.absent = await self._cached_media(name, request)
             needed = [number for number in range(len(request.features)) if number not in tracked.absent]
             arrivals = await self._gather_features(name, request, needed)
-            text_first = min((request.features[number].ranges[0][0] for number in needed), default=0)
-            if arrivals and text_first < self._overlap_tokens:
+            leading_text_tokens = min((request.features[number].ranges[0][0] for number in needed), default=0)
+            if arrivals and leading_text_tokens < self._overlap_tokens:
                 # Too little text before the first medium to be worth a decoder's blocks while encoders work.
                 await asyncio.gather(*map(asyncio.shield, arrivals.values()))
         finally:
             self._needs_encoders.discard(name)
         async with self._engine_slots:
-            await self._prefill(name, tracked, arrivals, placed)
+            await self._prefill(name, tracked, arrivals, placed_at)
 
     async def _prefill(
-        self, name: str, tracked: Tracked, arrivals: dict[int, asyncio.Future[Feature]], placed: float
+        self, name: str, tracked: Tracked, arrivals: dict[int, asyncio.Future[Feature]], placed_at: float
     ) -> None:
         request = tracked.request
         decoder = self._sender if request.decode_pods else None
@@ -244,15 +252,17 @@ class PrefillService(SequenceOwner):
             handover = asyncio.create_task(decoder.hand_over(request, name, reservation, ranges))
         filling: asyncio.Future[list[None]] | None = None
         try:
-            here = {number: a.result() for number, a in arrivals.items() if _has_come(a)}
+            ready_features = {
+                number: arrival.result() for number, arrival in arrivals.items() if _has_come(arrival)
+            }
             added = await self._engine.add(
-                name, request, stop_after_prefill=decoder is not None, features=here
+                name, request, stop_after_prefill=decoder is not None, features=ready_features
             )
             self._added[name] = added.at
-            for number in here:
+            for number in ready_features:
                 self._store.merged(request.features[number].feature_id)
                 del arrivals[number]
-            del here  # its memory is the store's
+            del ready_features  # the store owns their memory
             filling = self._filling[name] = asyncio.gather(
                 *(
                     self._fill(name, number, request.features[number], arrival)
@@ -260,8 +270,8 @@ class PrefillService(SequenceOwner):
                 )
             )
             _, token = await asyncio.gather(filling, first)
-            self._note_phases(tracked, placed, added, self._cached_tokens.get(name, 0))
-            # The KV of the prompt is there: a handover, however slow, needs no room for features.
+            self._note_phases(tracked, placed_at, added, self._cached_tokens.get(name, 0))
+            # The KV of the prompt is complete: a handover, however slow, needs no room for features.
             arrivals.clear()
             self._store.release(name)
             if handover is None:
@@ -274,69 +284,71 @@ class PrefillService(SequenceOwner):
             await self._engine.abort(name)
             await self._book.close(name)
         finally:
-            left = [task for task in (filling, handover) if task is not None]
-            for task in left:
+            unfinished = [task for task in (filling, handover) if task is not None]
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
-    def _note_phases(self, tracked: Tracked, placed: float, added: Added, cached_tokens: int) -> None:
-        encoded = self._feature_phases(tracked.request, placed)
-        waited = max([placed, *(phase.end for phase in encoded if phase.end < added.at)])
+    def _note_phases(self, tracked: Tracked, placed_at: float, added: Added, cached_tokens: int) -> None:
+        media_phases = self._feature_phases(tracked.request, placed_at)
+        queue_start = max([placed_at, *(phase.end for phase in media_phases if phase.end < added.at)])
         sizes = {"tokens": len(tracked.request.token_ids), "cached_tokens": cached_tokens}
         tracked.phases += [
-            *encoded,
-            Phase("queue", waited, added.at, {"for": "prefill"}),
+            *media_phases,
+            Phase("queue", queue_start, added.at, {"for": "prefill"}),
             Phase("prefill", added.at, time.time(), sizes),
         ]
 
     async def _cached_media(self, name: str, request: GenerateRequest) -> set[int]:
-        """Numbers of the media whose tokens all have their KV in the prefix cache: they need not be encoded."""
+        """Numbers of the media that need no encoding: the prefix cache has the KV of all their tokens."""
         if not request.features:
             return set()
         cached = await self._engine.cached_tokens(name, request)
-        found = {n for n, ref in enumerate(request.features) if media_end([ref]) <= cached}
-        self._metrics.cache.labels("prefix", "hit").inc(len(found))
-        self._metrics.cache.labels("prefix", "miss").inc(len(request.features) - len(found))
-        return found
+        cached_media = {number for number, ref in enumerate(request.features) if media_end([ref]) <= cached}
+        self._metrics.cache.labels("prefix", "hit").inc(len(cached_media))
+        self._metrics.cache.labels("prefix", "miss").inc(len(request.features) - len(cached_media))
+        return cached_media
 
     async def _gather_features(
         self, user: str, request: GenerateRequest, numbers: Iterable[int]
     ) -> dict[int, asyncio.Future[Feature]]:
-        """Admit these of the request's features for `user`, and have the new ones made. Arrivals by number."""
-        wanted = {number: request.features[number] for number in numbers}
-        if not wanted:
+        """Admit the features with these numbers for `user`, and request the new ones; returns arrivals by number."""
+        refs = {number: request.features[number] for number in numbers}
+        if not refs:
             return {}
         needs = {
-            ref.feature_id: self._engine.feature_bytes(ref.modality, ref.num_tokens)
-            for ref in wanted.values()
+            ref.feature_id: self._engine.feature_bytes(ref.modality, ref.num_tokens) for ref in refs.values()
         }
-        new = set(await self._store.admit(user, needs))
-        self._metrics.cache.labels("store", "miss").inc(len(new))
-        self._metrics.cache.labels("store", "hit").inc(len(needs) - len(new))
-        arrivals = {number: self._store.arrival(ref.feature_id) for number, ref in wanted.items()}
-        for ref in wanted.values():
-            if ref.feature_id in new:
-                new.discard(ref.feature_id)
+        new_ids = set(await self._store.admit(user, needs))
+        self._metrics.cache.labels("store", "miss").inc(len(new_ids))
+        self._metrics.cache.labels("store", "hit").inc(len(needs) - len(new_ids))
+        arrivals = {number: self._store.arrival(ref.feature_id) for number, ref in refs.items()}
+        for ref in refs.values():
+            if ref.feature_id in new_ids:
+                new_ids.discard(ref.feature_id)
                 self._store.encoding(ref.feature_id)
                 self._source.request(ref, request)
         return arrivals
 
     async def _supply(self, name: str, tracked: Tracked, numbers: set[int]) -> None:
-        """Bring media that the engine does not have, because their KV is gone: evicted from the prefix cache, or with a preemption."""
+        """Supply media whose KV the engine has lost: evicted from the prefix cache, or freed by a preemption."""
         request, user = tracked.request, f"{_late_name(name)} ({next(self._late_numbers)})"
         try:
             async with asyncio.timeout(max(0.0, request.deadline - time.time())):
                 if (filling := self._filling.get(name)) is not None:
                     await asyncio.shield(filling)
-                # What is in the prompt is not needed in the store: no request holds bytes there while waiting for more.
+                # Features in the prompt are not needed in the store: no request holds bytes there while waiting for more.
                 self._store.release(name)
                 arrivals = await self._gather_features(user, request, numbers)
                 await asyncio.gather(
-                    *(self._fill(name, n, request.features[n], a) for n, a in arrivals.items())
+                    *(
+                        self._fill(name, number, request.features[number], arrival)
+                        for number, arrival in arrivals.items()
+                    )
                 )
         except (MmdError, TimeoutError) as error:
-            late = DeadlineError("request deadline exceeded while a medium was being encoded")
-            failure = error if isinstance(error, MmdError) else late
+            deadline_error = DeadlineError("request deadline exceeded while a medium was being encoded")
+            failure = error if isinstance(error, MmdError) else deadline_error
             if not self._fail_prefill(name, failure):
                 await self._give_up(name, failure)
         finally:
@@ -347,14 +359,16 @@ class PrefillService(SequenceOwner):
         await self._engine.fill(name, number, feature)
         self._store.merged(ref.feature_id)
 
-    def _feature_phases(self, request: GenerateRequest, placed: float) -> list[Phase]:
-        """What happened to the media of a request since it was placed; nothing for those that were here already."""
+    def _feature_phases(self, request: GenerateRequest, placed_at: float) -> list[Phase]:
+        """The phases of a request's media since its placement; media that were already here have none."""
         phases = []
         for ref in request.features:
             times = self._source.times(ref.feature_id)
             detail = {"modality": ref.modality, "tokens": ref.num_tokens, "feature": ref.feature_id[:12]}
             if "start" in times and "encoded" in times:
-                phases.append(Phase("queue", placed, max(placed, times["start"]), {"for": "encode"} | detail))
+                phases.append(
+                    Phase("queue", placed_at, max(placed_at, times["start"]), {"for": "encode"} | detail)
+                )
                 if "arrived" not in times:
                     work = {"work": ref.work}
                     phases.append(
@@ -363,7 +377,9 @@ class PrefillService(SequenceOwner):
             if "encoded" in times and "arrived" in times:
                 sizes = {
                     "bytes": self._engine.feature_bytes(ref.modality, ref.num_tokens),
-                    "wire_seconds": round(times["wire_seconds"], 6),  # of the bytes alone, by one clock
+                    "wire_seconds": round(
+                        times["wire_seconds"], 6
+                    ),  # the transfer of the bytes alone, by one clock
                 }
                 phases.append(Phase("embedding_transfer", times["encoded"], times["arrived"], detail | sizes))
         return phases

@@ -33,18 +33,19 @@ from mmd_workers.wire.messages.prefill import EncodeCheck, EncodeFailed, EncodeW
 
 log = logging.getLogger(__name__)
 
-PUBLISH_PAUSE_SECONDS = (0.5, 4.0)  # first and longest
+PUBLISH_PAUSE_SECONDS = (0.5, 4.0)  # first and longest pause
 HOLDER_REPLY_SECONDS = 1.0
-HOLDER_CHECK_SECONDS = (
-    0.5  # between two looks at which encoders have a feature, and two questions to the one that is to send it
-)
-SENDING_SECONDS = 5.0  # for the first bytes of a feature that an encoder has; then any encoder may make it
-MOST_HOLDERS = 8  # that are asked for one feature
+# Interval between lookups of the encoders that have a feature, and between requests to the encoder that is to send it.
+HOLDER_CHECK_SECONDS = 0.5
+SENDING_SECONDS = 5.0  # limit for the first bytes from such an encoder; then any encoder may make the feature
+MOST_HOLDERS = 8  # limit of encoders asked for one feature
 
 
 class QueueSource:
-    """Publishes an encode job for every feature that is wanted, and takes what encoders offer. `holders(feature_id)`: encoder pods that
-    report to have it or to be making it, in the order in which to ask them.
+    """Publishes an encode job for every requested feature, and receives the features that encoders offer.
+
+    `holders(feature_id)`: encoder pods that report that they have the feature or are making it, in the order in which to ask
+    them.
     """
 
     def __init__(
@@ -69,11 +70,10 @@ class QueueSource:
         self._store = store
         self._job_timeout = job_timeout_seconds
         self._metrics = metrics
-        self._wanted: dict[str, EncodeJob] = {}  # by feature: the job whose outcome counts
+        self._wanted: dict[str, EncodeJob] = {}  # by feature id: the job whose outcome counts
         self._tasks: set[asyncio.Task[None]] = set()
-        self._back: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # done: the server is back
+        # Resolves when the server is connected again.
+        self._reconnection: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._times = FeatureTimes()
         self._receiver = EmbeddingReceiver(
             bus,
@@ -94,8 +94,10 @@ class QueueSource:
         await self._bus.serve(self._bus.subjects.encode_wanted(self._pod), EncodeCheck, self._checked)
 
     def request(self, ref: FeatureRef, request: GenerateRequest) -> None:
-        """Publish the encode job of a feature and follow it: the feature or a failure arrives in the store by the job's
-        deadline (the request's, or the pool's job timeout if that is sooner).
+        """Publish the encode job of a feature and follow it.
+
+        The feature or a failure arrives in the store by the job's deadline: the request's, or the pool's job timeout if that is
+        sooner.
         """
         now = time.time()
         job = EncodeJob(
@@ -118,10 +120,10 @@ class QueueSource:
 
     async def _see_to(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
         feature_id = job.feature.feature_id
-        asked: set[str] = set()
+        asked_pods: set[str] = set()
         try:
-            await self._from_holders(job, arrival, asked)
-            await self._queued_until(job, arrival, asked)
+            await self._from_holders(job, arrival, asked_pods)
+            await self._queued_until(job, arrival, asked_pods)
             if not arrival.done():
                 raise DeadlineError(
                     f"no encoder delivered the feature within {job.deadline - job.published:.0f} s; check that encoders are "
@@ -139,57 +141,67 @@ class QueueSource:
             if self._wanted.get(feature_id) is job:
                 del self._wanted[feature_id]
 
-    async def _queued_until(self, job: EncodeJob, arrival: asyncio.Future[Feature], asked: set[str]) -> None:
-        """Keep the job in the queue until the feature has arrived or the job's deadline is over. An encoder that turns out to have the
-        feature, or to be making it for another pod, is asked for it meanwhile.
+    async def _queued_until(
+        self, job: EncodeJob, arrival: asyncio.Future[Feature], asked_pods: set[str]
+    ) -> None:
+        """Keep the job in the queue until the feature has arrived or the job's deadline has passed.
 
-        A server that comes back may have lost what it had stored, so the job is published again: one that is still there, or was there
-        within two minutes, is not queued twice.
+        An encoder that turns out to have the feature, or to be making it for another pod, is asked for it meanwhile. A server that
+        comes back may have lost its stored messages, so the job is published again: a copy that is still stored, or was stored
+        within the last two minutes, is not queued twice.
         """
-        published = False
+        is_published = False
         while not arrival.done() and time.time() < job.deadline:
-            back = self._back
+            reconnection = self._reconnection
             try:
                 await self._publish(job, arrival)
             except OverloadedError:
-                if not published:
+                if not is_published:
                     raise
-                await asyncio.wait(
-                    [arrival], timeout=PUBLISH_PAUSE_SECONDS[1]
-                )  # the first copy may be there still
+                # The first copy may still be queued.
+                await asyncio.wait([arrival], timeout=PUBLISH_PAUSE_SECONDS[1])
                 continue
-            published = True
-            while back is self._back and not arrival.done() and (left := job.deadline - time.time()) > 0:
-                either: set[asyncio.Future[Any]] = {arrival, back}
-                pause = min(left, HOLDER_CHECK_SECONDS)
-                await asyncio.wait(either, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-                await self._from_holders(job, arrival, asked)
+            is_published = True
+            while (
+                reconnection is self._reconnection
+                and not arrival.done()
+                and (remaining_seconds := job.deadline - time.time()) > 0
+            ):
+                wakers: set[asyncio.Future[Any]] = {arrival, reconnection}
+                pause = min(remaining_seconds, HOLDER_CHECK_SECONDS)
+                await asyncio.wait(wakers, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                await self._from_holders(job, arrival, asked_pods)
 
     async def _reconnected(self) -> None:
-        back, self._back = self._back, asyncio.get_running_loop().create_future()
-        back.set_result(None)
+        reconnection, self._reconnection = self._reconnection, asyncio.get_running_loop().create_future()
+        reconnection.set_result(None)
 
     def _give_up(self, job: EncodeJob, error: EncodeError) -> None:
         feature_id = job.feature.feature_id
         if self._wanted.get(feature_id) is job:
             self._store.fail(feature_id, error)
 
-    async def _from_holders(self, job: EncodeJob, arrival: asyncio.Future[Feature], asked: set[str]) -> None:
-        """Have an encoder that reports the feature send it: from the queue, any other might take the job and encode again. Each is asked
-        once, one after the other. Returns when it has arrived, or has to come from the queue after all.
+    async def _from_holders(
+        self, job: EncodeJob, arrival: asyncio.Future[Feature], asked_pods: set[str]
+    ) -> None:
+        """Ask the encoders that report the feature to send it, each once, one after the other.
+
+        From the queue, an encoder without the feature might take the job and encode it again. Returns when the feature has arrived,
+        or has to come from the queue after all.
         """
-        while not arrival.done() and len(asked) < MOST_HOLDERS:
-            pod = next((pod for pod in self._holders(job.feature.feature_id) if pod not in asked), None)
+        while not arrival.done() and len(asked_pods) < MOST_HOLDERS:
+            pod = next((pod for pod in self._holders(job.feature.feature_id) if pod not in asked_pods), None)
             if pod is None:
                 return
-            asked.add(pod)
+            asked_pods.add(pod)
             await self._from_holder(pod, job, arrival)
 
     async def _from_holder(self, pod: str, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
-        """Wait for an encoder for as long as it confirms that it is making the feature or its bytes arrive: one that has lost the feature, or
-        dies, is noticed at the next question.
+        """Wait for an encoder while it confirms that it is making the feature, or while bytes arrive.
+
+        An encoder that has lost the feature, or dies, is noticed at the next request.
         """
-        subject, progress = self._bus.subjects.encode_cached(pod), time.time()
+        subject, last_progress = self._bus.subjects.encode_cached(pod), time.time()
         while not arrival.done() and time.time() < job.deadline:
             try:
                 answer = await self._bus.request(subject, job, EncodeTaken, timeout=HOLDER_REPLY_SECONDS)
@@ -199,13 +211,13 @@ class QueueSource:
             if not answer.taken:
                 return
             if answer.making or self._receiver.receives(job.feature.feature_id):
-                progress = time.time()
-            elif time.time() - progress > SENDING_SECONDS:
+                last_progress = time.time()
+            elif time.time() - last_progress > SENDING_SECONDS:
                 return
             await asyncio.wait([arrival], timeout=HOLDER_CHECK_SECONDS)
 
     async def _publish(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
-        """Publish until the queue confirms it; repeating is safe. A full queue is raised: the request retries."""
+        """Publish a job until the queue confirms it; repeating is safe. A full queue raises an error: the request retries."""
         pauses = Backoff(*PUBLISH_PAUSE_SECONDS)
         while not arrival.done():
             try:
@@ -221,7 +233,7 @@ class QueueSource:
 
     @property
     def reserved_bytes(self) -> int:
-        """Room granted to transfers in flight."""
+        """Bytes granted to transfers in flight."""
         return self._receiver.reserved_bytes
 
     def times(self, feature_id: str) -> dict[str, float]:
@@ -255,7 +267,14 @@ class QueueSource:
         return Acknowledged()
 
     def _encode_error(self, job: EncodeJob, error: MmdError, retryable: bool) -> EncodeError:
-        """The failure of a job: of the medium itself where all encoders failed on it, or its job had all the time that one may take."""
-        took_all = isinstance(error, DeadlineError) and job.deadline >= job.published + self._job_timeout
-        gave_up = took_all or (isinstance(error, UnprocessableMediumError) and not retryable)
-        return EncodeError(error, retryable=retryable, feature_id=job.feature.feature_id if gave_up else "")
+        """The error of a failed job.
+
+        It names the medium if all encoders failed on it, or if the job used up the whole job timeout.
+        """
+        used_whole_timeout = (
+            isinstance(error, DeadlineError) and job.deadline >= job.published + self._job_timeout
+        )
+        medium_failed = used_whole_timeout or (isinstance(error, UnprocessableMediumError) and not retryable)
+        return EncodeError(
+            error, retryable=retryable, feature_id=job.feature.feature_id if medium_failed else ""
+        )

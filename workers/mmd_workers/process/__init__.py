@@ -1,4 +1,4 @@
-"""What every process of a pod is: its settings and identity, its parts from start to end, the group of pods that it may belong to.
+"""Common to every process of a pod: its settings, its identity, its parts from start to end, and its group of pods.
 
-Knows no role: `worker` joins these parts with the roles.
+Knows no role: `worker` joins these with the roles.
 """

@@ -1,4 +1,4 @@
-"""The end of a process: each part has a time limit to close, and one that hangs is logged, not waited for."""
+"""The end of a process: each part has a time limit to close, and a part that hangs is logged, not waited for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 async def close_each(*steps: Callable[[], Awaitable[object]], seconds: float = STEP_SECONDS) -> None:
-    """Close one part after the other; one that fails or takes longer than `seconds` does not stop the rest."""
+    """Close one part after the other; a part that fails or takes longer than `seconds` does not stop the rest."""
     for step in steps:
         name = getattr(step, "__qualname__", repr(step))
         try:
@@ -38,7 +38,7 @@ def end_now(words: str) -> NoReturn:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a process's coroutine. If threads then keep the interpreter from exiting, they are printed and the process ends with status 1."""
+    """Run a process's coroutine. If threads then keep it from exiting, their tracebacks are printed and it ends with status 1."""
 
     async def guarded() -> None:
         try:

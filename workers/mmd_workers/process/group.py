@@ -1,8 +1,8 @@
 """The processes of a replica that spans pods: the leader takes the work, the others follow, and they start, drain and end as one.
 
-Each follower holds one connection to the leader, over which both report that they live, and at last why they end. A message is a line of
-JSON, an object with the names below. A follower proves with the password of its NATS user, which all pods of a pool have, that it belongs
-to the deployment. Independent of engines and of the bus.
+Each follower holds one connection to the leader, over which both report that they live and, finally, why they end. A message is a line of
+JSON: an object with the keys below. A follower proves that it belongs to the deployment with the password of its NATS user, which all pods
+of a pool have. Independent of engines and of the bus.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 1.0
 SILENT_SECONDS = 15.0
-"""A process that is not heard of for this long has ended, or its node has: those that end close their connections at once."""
+"""A process that is silent for this long has ended, or its node has: one that ends in order closes its connection at once."""
 HELLO_SECONDS = 10.0
 """How long a connection may take to show that it is a follower's."""
 SEND_SECONDS = 2.0
 RETRY_SECONDS = 0.5
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_STRANGERS = 8
-"""Connections beside those of followers; others are closed at once, and a follower tries again."""
+"""Limit of connections beside those of followers; further ones are closed at once, and a follower tries again."""
 NO_REASON = "its process ended without a reason; if it was killed for its memory, give the pod more"
 NO_MESSAGE = "it sent something that is no message of a group"
 
 _GONE = (OSError, RuntimeError)
-"""What uvloop raises of a connection that is closed, or closes as it is written to."""
+"""Errors that uvloop raises for a connection that is closed, or closes during a write."""
 
 _Message = dict[str, Any]
 
@@ -54,7 +54,7 @@ class _Peer:
         self._alive = asyncio.create_task(self._report(), name="group-alive")
 
     async def receive(self) -> _Message:
-        """The next message that is more than a sign of life.
+        """The next message other than a sign of life.
 
         Raises:
             EngineDeadError: the other process is silent.
@@ -65,14 +65,14 @@ class _Peer:
                     line = await self._reader.readline()
             except TimeoutError:
                 raise EngineDeadError(f"nothing was heard of it for {SILENT_SECONDS:.0f} s") from None
-            except (OSError, ValueError):  # it is gone, or sends without end
+            except (OSError, ValueError):  # the peer is gone, or sends without end
                 line = b""
             self.heard = time.monotonic()
             if message := _message_in(line):
                 return message
 
     async def send(self, message: _Message) -> None:
-        """Send a message; that the other has gone is noticed by `receive`."""
+        """Send a message; `receive` notices if the other process has gone."""
         if self._writer.is_closing():
             return
         with suppress(*_GONE):
@@ -95,7 +95,7 @@ class _Peer:
 
 
 class Leader:
-    """The leader's side. `lost`: called with which follower has ended, and why; `drain`: with which one is asked to stop."""
+    """The leader's side. `lost` is called when a follower ends, with the reason; `drain` when a follower is asked to stop."""
 
     def __init__(
         self, settings: WorkerSettings, lost: Callable[[str], object], drain: Callable[[str], object]
@@ -114,7 +114,7 @@ class Leader:
         """Wait for all followers, and let them start.
 
         Raises:
-            EngineDeadError: some have not joined within `seconds`; the message names their pods.
+            EngineDeadError: some followers have not joined within `seconds`; the message names their pods.
         """
         address, port = listen_address(self._settings.pod_ip), self._settings.group_port
         self._server = await asyncio.start_server(self._joins, address, port, limit=MAX_MESSAGE_BYTES)
@@ -137,7 +137,7 @@ class Leader:
         await asyncio.gather(*(peer.send({"start": True}) for peer in self._followers.values()))
 
     async def close(self, reason: str) -> None:
-        """End the followers. `reason`: why; empty where all is well."""
+        """End the followers. `reason`: why; empty if all is well."""
         self._closing = True
         if self._server is not None:
             self._server.close()
@@ -159,12 +159,12 @@ class Leader:
             if rank is not None:
                 await self._follow(rank, peer)
         except (EngineDeadError, TimeoutError):
-            return  # one that said nothing
+            return  # the connection sent nothing
         finally:
             await peer.close()
 
     async def _admitted(self, peer: _Peer) -> int | None:
-        """The place of a follower in the group, from now on; None: the connection is refused."""
+        """Admit a follower; returns its rank in the group, or None if the connection is refused."""
         challenge = secrets.token_hex(16)
         await peer.send({"challenge": challenge})
         hello = await peer.receive()
@@ -206,7 +206,7 @@ class Leader:
             if "ended" in message:
                 self._lost(f"follower {rank} {RELAYED}{message['ended']}")
                 with suppress(EngineDeadError):
-                    await peer.receive()  # it may wait for the leader's reason, and closes the connection
+                    await peer.receive()  # the follower may wait for the leader's reason, and closes
                 return
 
 
@@ -220,16 +220,17 @@ class Follower:
 
     @property
     def silent_seconds(self) -> float:
-        """How long the leader has not been heard of; 0 while it is still waited for."""
+        """Seconds since the leader was last heard of; 0 before it is connected."""
         return time.monotonic() - self._leader.heard if self._leader is not None else 0.0
 
     async def join(self, seconds: float) -> bool:
-        """Connect with the leader, whose pod may still have to start, and wait until all have joined. Returns False where the leader was
-        asked to stop before.
+        """Connect with the leader, whose pod may still have to start, and wait until all have joined.
+
+        Returns False if the leader was asked to stop before.
 
         Raises:
             EngineDeadError: the leader has ended, or not all pods of the group were there within `seconds`.
-            RevisionMismatchError: it refuses this process, which is of another group or runs something else.
+            RevisionMismatchError: the leader refuses this process, which is of another group or runs something else.
         """
         address = self._group.leader
         log.info("joining the group of %s as %d of %d", address, self._group.rank, self._group.size)
@@ -253,7 +254,7 @@ class Follower:
         return True
 
     async def _introduced(self) -> _Peer:
-        """A connection over which this process has introduced itself."""
+        """Connect to the leader and introduce this process."""
         while True:
             try:
                 streams = await asyncio.open_connection(
@@ -277,7 +278,7 @@ class Follower:
         return peer
 
     async def ended(self) -> str:
-        """Wait for the leader's end. Returns its reason; empty where all is well."""
+        """Wait for the leader's end. Returns the reason; empty if all is well."""
         assert self._leader is not None
         while True:
             try:
@@ -320,8 +321,10 @@ def _message_in(line: bytes) -> _Message:
 
 
 def _proof(settings: WorkerSettings, challenge: str, group: str, rank: object, runs: object) -> str:
-    """That a process which knows the deployment's password of NATS takes this place in this group. Without a login it proves nothing:
-    the network must keep others away."""
+    """Proof that a process with the deployment's NATS password takes this place in this group.
+
+    Without a login it proves nothing: the network must keep others away.
+    """
     password = settings.nats_login.password if settings.nats_login is not None else ""
-    words = json.dumps([challenge, group, rank, runs])
-    return hmac.new(password.encode(), words.encode(), hashlib.sha256).hexdigest()
+    claim = json.dumps([challenge, group, rank, runs])
+    return hmac.new(password.encode(), claim.encode(), hashlib.sha256).hexdigest()

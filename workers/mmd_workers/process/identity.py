@@ -1,4 +1,4 @@
-"""What this process really is: the code that it runs and the weights that it loads, named by their content.
+"""The identity of this process: its code and its weights, named by their content.
 
 A pipeline revision names an image tag and a branch, which may move. Peers find each other by revision and identity together, so pods
 of one revision that run different code or weights never exchange a message. The operator pins the identity of the first Ready pod of
@@ -29,47 +29,50 @@ from mmd_workers.process.settings import WorkerSettings
 OWN_PACKAGES = ("mmd_api", "mmd_workers")
 PIECES = 256
 PIECE_BYTES = 64 * 1024
-"""Of a file larger than `PIECES` pieces, evenly spread pieces are read: 16 MiB, however large it is. A change of less than a 256th of
-such a file may lie between them."""
+"""A file larger than `PIECES` pieces is read in evenly spread pieces: 16 MiB, however large it is. A change of less than a 256th of such
+a file may lie between them."""
 
 
 def identified(settings: WorkerSettings) -> WorkerSettings:
-    """The settings with this process's identity, and with the commits of hub repositories, of the model and of adapters, that are used
-    from now on.
+    """The settings with this process's identity, and with the hub commits of model and adapters that are used from now on.
 
     Raises:
         RevisionMismatchError: the pipeline revision is pinned to another identity.
-        UnsupportedModelError: the model or an adapter is not there.
+        UnsupportedModelError: the model or an adapter is missing.
     """
     model, pinned = settings.pipeline.spec.model, settings.pipeline.pinned
-    used = _Used.of(model, pinned.commit if pinned is not None else None, source.resolve)
+    model_in_use = _Used.of(model, pinned.commit if pinned is not None else None, source.resolve)
     commits = {adapter.name: adapter.commit for adapter in pinned.adapters} if pinned is not None else {}
     adapters = [
         _adapter(adapter, commits.get(adapter.name)) for adapter in settings.pipeline.spec.engine.adapters
     ]
-    engine = settings.pipeline.spec.engine.model_copy(update={"adapters": [one.spec for one in adapters]})
-    spec = settings.pipeline.spec.model_copy(update={"model": used.spec, "engine": engine})
+    engine = settings.pipeline.spec.engine.model_copy(
+        update={"adapters": [adapter.spec for adapter in adapters]}
+    )
+    spec = settings.pipeline.spec.model_copy(update={"model": model_in_use.spec, "engine": engine})
     identity = identity_of(
         code_fingerprint(),
-        used.weights,
-        {one.spec.name: one.weights for one in adapters},
+        model_in_use.weights,
+        {adapter.spec.name: adapter.weights for adapter in adapters},
     )
-    found = replace(
+    result = replace(
         settings,
         pipeline=settings.pipeline.model_copy(update={"spec": spec}),
         identity=identity,
-        commit=used.commit or "",
-        adapter_commits={one.spec.name: one.commit for one in adapters if one.commit is not None},
+        commit=model_in_use.commit or "",
+        adapter_commits={
+            adapter.spec.name: adapter.commit for adapter in adapters if adapter.commit is not None
+        },
     )
-    check_pinned(found, settings.pipeline)
-    return found
+    check_pinned(result, settings.pipeline)
+    return result
 
 
 def check_pinned(settings: WorkerSettings, config: PipelineConfig) -> None:
-    """Compare this process with what its pipeline revision is pinned to.
+    """Compare this process with the identity that its pipeline revision is pinned to.
 
     Raises:
-        RevisionMismatchError: it runs other code or weights.
+        RevisionMismatchError: this process runs other code or weights.
     """
     pinned = config.pinned
     if pinned is None or not settings.identity or pinned.identity == settings.identity:
@@ -84,7 +87,7 @@ def check_pinned(settings: WorkerSettings, config: PipelineConfig) -> None:
 
 
 def _commits(settings: WorkerSettings, pinned: PinnedRevision) -> Iterator[str]:
-    """The commits that this process uses and those that are pinned."""
+    """The commits in use by this process, and the pinned ones."""
     yield f"model commit {settings.commit or 'none'}, pinned {pinned.commit or 'none'}"
     for adapter in pinned.adapters:
         found = settings.adapter_commits.get(adapter.name, "none")
@@ -94,7 +97,7 @@ def _commits(settings: WorkerSettings, pinned: PinnedRevision) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Used(Generic[ModelOrAdapter]):
-    """A model or an adapter, with the commit of its hub repository that is used from now on. `weights`: what they are known by."""
+    """A model or an adapter, with the hub commit used from now on. `weights`: the identity of its weights."""
 
     spec: ModelOrAdapter
     commit: str | None
@@ -114,45 +117,50 @@ class _Used(Generic[ModelOrAdapter]):
 
 
 def _adapter(spec: AdapterSpec, pinned: str | None) -> _Used[AdapterSpec]:
-    """One that is pinned is not fetched: pods without an engine need no adapter, and start also while the hub does not have it."""
+    """Resolve an adapter, without fetching one that is pinned.
+
+    Pods without an engine need no adapter, and start even while the hub does not have it.
+    """
     if pinned is not None and spec.source == "HubId":
         return _Used(spec.model_copy(update={"revision": pinned}), pinned, pinned)
     return _Used.of(spec, None, source.resolve_adapter)
 
 
 def identity_of(code: str, weights: str, adapters: Mapping[str, str] | None = None) -> str:
-    """Ten hex digits for code and weights, those of adapters by their names too, together."""
+    """Ten hex digits that identify code, weights, and the weights of adapters by their names, together."""
     of_adapters = f" {sorted(adapters.items())}" if adapters else ""
     return hashlib.sha256(f"{WIRE_VERSION} {code} {weights}{of_adapters}".encode()).hexdigest()[:10]
 
 
 @lru_cache(maxsize=1)
 def code_fingerprint() -> str:
-    """Content of our own packages, and versions of Python and of everything installed with them.
+    """A hash of our own packages' content, and of the versions of Python and everything installed with them.
 
-    Kept for the life of the process and of those forked from it: files that change later are not what runs.
+    Kept for the life of the process and its forks: files that change later are not what runs.
     """
-    found = hashlib.sha256(f"{sys.version_info[:3]}".encode())
+    digest = hashlib.sha256(f"{sys.version_info[:3]}".encode())
     for package in OWN_PACKAGES:
         root = Path(str(resources.files(package)))
-        for file in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
-            found.update(f"{package}/{file.relative_to(root)} ".encode())
-            found.update(hashlib.sha256(file.read_bytes()).digest())
-    for name in sorted({f"{d.name}=={d.version}" for d in distributions()}):
-        found.update(name.encode())
-    return found.hexdigest()
+        for file in sorted(
+            path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        ):
+            digest.update(f"{package}/{file.relative_to(root)} ".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for name in sorted({f"{distribution.name}=={distribution.version}" for distribution in distributions()}):
+        digest.update(name.encode())
+    return digest.hexdigest()
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Names, sizes and pieces of a model folder's files. Weights that were trained on differ in nearly every piece."""
-    found = hashlib.sha256()
-    files = {f for pattern in source.WEIGHT_PATTERNS for f in folder.glob(pattern) if f.is_file()}
+    """A hash of names, sizes and pieces of a model folder's files. Further training changes nearly every piece."""
+    digest = hashlib.sha256()
+    files = {path for pattern in source.WEIGHT_PATTERNS for path in folder.glob(pattern) if path.is_file()}
     for file in sorted(files):
         size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
+        digest.update(f"{file.name} {size} ".encode())
         for piece in _pieces(file, size):
-            found.update(piece)
-    return found.hexdigest()
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _pieces(file: Path, size: int) -> Iterator[bytes]:

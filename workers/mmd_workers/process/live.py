@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class LiveFile(ABC):
-    """A file that may change while this process runs, of which every new content is taken or rejected as a whole."""
+    """A file that may change while this process runs; new content is taken or rejected as a whole."""
 
     def __init__(self, file: Path, max_bytes: int) -> None:
         self._file, self._max_bytes = file, max_bytes
@@ -36,7 +36,7 @@ class LiveFile(ABC):
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self) -> None:
-        """Read the file and take what is new. What cannot be used is rejected as a whole, and what is in force stays."""
+        """Read the file and take new content. Unusable content is rejected as a whole, and the content in force stays."""
         try:
             text = await asyncio.to_thread(self._read)
         except OSError as error:
@@ -56,28 +56,28 @@ class LiveFile(ABC):
         self._accepted()
 
     def _is_settled(self, text: str) -> bool:
-        """Whether what has been read, at every check, may be taken now; if not, the next check may bring more."""
+        """Whether the content may be taken now; called at every check. If not, the next check may bring more."""
         return True
 
     @abstractmethod
     async def _take(self, text: str) -> None:
-        """Use a new content.
+        """Use new content.
 
         Raises:
-            ValueError: it cannot be used; the message is logged.
+            ValueError: the content cannot be used; the message is logged.
         """
 
     @abstractmethod
     def _unreadable(self, error: OSError) -> None:
-        """The file is missing, or being replaced; the next check reads again."""
+        """Handle a file that is missing or being replaced; the next check reads again."""
 
     @abstractmethod
     def _rejected(self, reason: str) -> None:
-        """A new content cannot be used."""
+        """Handle new content that cannot be used."""
 
     @abstractmethod
     def _accepted(self) -> None:
-        """A new content is in force."""
+        """Note that new content is in force."""
 
     def _read(self) -> str:
         with self._file.open("rb") as file:
@@ -85,28 +85,28 @@ class LiveFile(ABC):
 
 
 class LiveSecret(LiveFile):
-    """A file of a Secret, whose content must be the same at two checks.
+    """A file of a Secret; its content must be the same at two checks.
 
-    One that is being written in place may be valid before it is complete. At the start nothing is in force that it could replace: there
+    A file that is being written in place may be valid before it is complete. At the start nothing is in force that it could replace, so
     the first content is taken at once.
     """
 
     def __init__(self, file: Path, max_bytes: int) -> None:
         super().__init__(file, max_bytes)
-        self._seen: str | None = None  # at the last check; None: this is the first
+        self._previous: str | None = None  # at the last check; None: this is the first
 
     def _is_settled(self, text: str) -> bool:
-        seen, self._seen = self._seen, text
-        return seen is None or text == seen
+        previous, self._previous = self._previous, text
+        return previous is None or text == previous
 
     def _unreadable(self, error: OSError) -> None:
-        self._text = None  # what comes next is new, even if it is what was there before
-        self._seen = ""
+        self._text = None  # the next content counts as new, even if it is the same as before
+        self._previous = ""
         self._rejected(error.strerror or type(error).__name__)
 
 
 class LiveConfig(LiveFile):
-    """Hands over the settings of a configuration file that may change while this process runs, whenever they have changed."""
+    """Applies the settings of a configuration file whenever they change while this process runs."""
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class LiveConfig(LiveFile):
         metrics: Metrics,
         check: Callable[[PipelineConfig], None] = lambda _: None,
     ) -> None:
-        """`check` may end this process because of the file's content: `run` raises what it raises.
+        """`check` may end this process because of the file's content: `run` passes on its errors.
 
-        `apply` is given the spec that this process started with, with the present values of its live fields.
+        `apply` gets the spec that this process started with, with the present values of its live fields.
         """
         super().__init__(file, MAX_CONFIG_BYTES)
         self._apply, self._metrics = apply, metrics
@@ -155,10 +155,14 @@ class LiveConfig(LiveFile):
         self._metrics.config_rejected.set(0)
 
     def _parsed(self, text: str) -> PipelineConfig:
-        fresh, own = PipelineConfig.parse(text), self._config
-        if (fresh.namespace, fresh.name, fresh.revision) != (own.namespace, own.name, own.revision):
+        fresh, current = PipelineConfig.parse(text), self._config
+        if (fresh.namespace, fresh.name, fresh.revision) != (
+            current.namespace,
+            current.name,
+            current.revision,
+        ):
             raise ValueError(
-                f"it is for {fresh.namespace}/{fresh.name}, revision {fresh.revision}, and this process is of {own.namespace}/{own.name}, "
-                f"revision {own.revision}"
+                f"it is for {fresh.namespace}/{fresh.name}, revision {fresh.revision}, and this process is of {current.namespace}/{current.name}, "
+                f"revision {current.revision}"
             )
         return fresh

@@ -1,4 +1,4 @@
-"""A pod: what its parts may use, and what the process asks of each of them. Independent of roles.
+"""A pod: the resources of its parts, and the interface of a part to the process. Independent of roles.
 
 A part is a role (encode, prefill, decode) or something that roles have in common: the engine, its sequences, the KV links.
 """
@@ -31,11 +31,11 @@ from mmd_workers.wire.peers import PeerDirectory
 log = logging.getLogger(__name__)
 
 LIVENESS_SECONDS = 60.0
-DRAIN_RESERVE_SECONDS = 5.0  # of the grace period: for the last messages and for closing
+DRAIN_RESERVE_SECONDS = 5.0  # part of the grace period, for the last messages and for closing
 
 
 class Tasks:
-    """The tasks of a pod. One that fails ends the pod, which cannot work without it."""
+    """The tasks of a pod. A task that fails ends the pod, which cannot work without it."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
@@ -44,27 +44,27 @@ class Tasks:
         self._events: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run something that goes on until `cancel`."""
+        """Run a task that goes on until `cancel`."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._ended)
         self._tasks.append(task)
         return task
 
     def in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Deal with an event. A failure is logged; the pod goes on."""
+        """Handle an event. A failure is logged; the pod goes on."""
         task = asyncio.create_task(work, name=name)
         self._events.add(task)
         task.add_done_callback(self._dealt_with)
 
     def failed(self, error: BaseException) -> None:
-        """Something that should run for ever has ended: the process ends too."""
+        """End the process, because something that should run for ever has failed."""
         log.critical("a component of this worker failed permanently: %s", error, exc_info=error)
-        if self.failure is None:  # others are its consequences
+        if self.failure is None:  # later failures are its consequences
             self.failure = error
         self.stopping.set()
 
     async def cancel(self) -> None:
-        """Cancel what was spawned, and wait for its end."""
+        """Cancel the spawned tasks, and wait for their end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -81,7 +81,7 @@ class Tasks:
 
 @dataclass(slots=True)
 class Pod:
-    """What the parts of a pod may use. `spec` is replaced when live settings change."""
+    """The resources that the parts of a pod may use. `spec` is replaced when live settings change."""
 
     settings: WorkerSettings
     spec: MultimodalDeploymentSpec
@@ -92,7 +92,7 @@ class Pod:
     startup: Startup
     tasks: Tasks
     held: HeldFeatures = field(default_factory=HeldFeatures)
-    bus: Bus = field(init=False)  # from the connection on
+    bus: Bus = field(init=False)  # set once connected
     directory: PeerDirectory = field(init=False)
 
     @classmethod
@@ -103,7 +103,7 @@ class Pod:
         roles: tuple[Role, ...],
         metrics: Metrics | None = None,
     ) -> Pod:
-        """A pod that is not connected yet. `metrics`: what it exposes, if not those of its roles."""
+        """A pod that is not connected yet. `metrics`: exposed instead of the metrics of its roles."""
         pipeline, metrics = settings.pipeline, metrics or Metrics(roles)
         endpoint = pipeline.spec.observability.otlp_endpoint
         tracing = Tracing(settings.pod, pipeline.name, pipeline.namespace, endpoint)
@@ -116,7 +116,7 @@ class Pod:
 
     @property
     def drain_seconds(self) -> float:
-        """From the request to drain until what is left is given back."""
+        """Seconds from the request to drain until the remaining work is given back."""
         return max(1.0, self.settings.grace_seconds - DRAIN_RESERVE_SECONDS)
 
     @property
@@ -142,7 +142,7 @@ class Pod:
 
     @property
     def vllm_spec(self) -> VllmPoolSpec:
-        """How vLLM runs in the pods of this pool."""
+        """Settings of vLLM in the pods of this pool."""
         engine = self.spec.engine
         return (engine.prefill if self.pool == "prefill" else engine.decode) or VllmPoolSpec()
 
@@ -153,7 +153,7 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class Advertised:
-    """What a part adds to the pod's heartbeat besides its load. None: the part has nothing to add to this field."""
+    """Fields that a part adds to the pod's heartbeat, besides its load. None: the part has nothing to add to the field."""
 
     max_model_len: int | None = None
     prefix_number: int | None = None
@@ -163,33 +163,33 @@ class Advertised:
 
 
 class Part:
-    """A part of a pod: a role, or what roles share. A part overrides what concerns it; the rest does nothing.
+    """A part of a pod: a role, or something that roles share. Methods that a part does not override do nothing.
 
     A process takes its parts through this life, in the order of `worker.parts_of`; every part ends a phase before the next one begins:
 
     1. Start: `load_weights`, `start`, `warm_up`, `accept`, `connect`. Work comes from `accept` on.
     2. Serve: `sample` a few times a second; `load`, `advertised` and `progress` for heartbeats and probes; `reconfigure` when live
-       settings change. These, and `drain`, may be called at any time, also before the part has started.
-    3. End: asked to go, `drain`, then wait for `drained`, then `give_back` what is left; after a failure `drain`, `surrender`,
-       `give_back` at once. In both cases `stop` last, in reverse order, also after a start that failed half-way.
+       settings change. These, and `drain`, may be called at any time, even before the part has started.
+    3. End: when asked to stop, `drain`, then wait for `drained`, then `give_back` the rest; after a failure `drain`, `surrender`,
+       `give_back` at once. In both cases `stop` last, in reverse order, even after a start that failed half-way.
     """
 
     # --- start ----------------------------------------------------------------------------------------------------
 
     async def load_weights(self) -> None:
-        """Read weights, in a thread: heartbeats go on."""
+        """Read weights, in a thread, so that heartbeats go on."""
 
     async def start(self) -> None:
-        """Make what computes. The weights of all parts are loaded and nothing has run, so that memory can be measured."""
+        """Create everything that computes. All weights are loaded and nothing has run, so that memory can be measured."""
 
     async def warm_up(self) -> None:
-        """Run everything that computes once, before work can come."""
+        """Run every computation once, before work can come."""
 
     async def accept(self) -> None:
-        """Take work from now on."""
+        """Accept work from now on."""
 
     async def connect(self) -> None:
-        """Connect with peers ahead of the first request, which does not wait for it."""
+        """Connect with peers ahead of the first request; no request waits for this."""
 
     # --- serve ----------------------------------------------------------------------------------------------------
 
@@ -201,20 +201,20 @@ class Part:
         return PodLoad()
 
     def advertised(self) -> Advertised:
-        """Fields of the heartbeat besides the load; those of a later part replace those of an earlier one."""
+        """Fields of the heartbeat besides the load; a later part's fields replace an earlier part's."""
         return Advertised()
 
     def progress(self) -> dict[str, Progress]:
-        """What must move for the process to count as alive."""
+        """The progress checks that decide whether the process counts as alive."""
         return {}
 
     def reconfigure(self, spec: MultimodalDeploymentSpec) -> None:
-        """Take settings that changed while this process runs."""
+        """Apply settings that changed while this process runs."""
 
     # --- end ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Take no more work; what is in progress is finished."""
+        """Accept no more work; work in progress is finished."""
 
     @property
     def drained(self) -> bool:
@@ -222,29 +222,33 @@ class Part:
         return True
 
     async def surrender(self) -> None:
-        """This process has failed: let other pods have its work now instead of at a timeout."""
+        """Let other pods have the work now instead of at a timeout, because this process has failed."""
 
     async def give_back(self, error: MmdError) -> None:
-        """End what is still in progress with `error`: another pod continues it."""
+        """End work that is still in progress with `error`: another pod continues it."""
 
     async def stop(self) -> None:
-        """Release what `load_weights`, `start` and `accept` took; also after a start that failed half-way."""
+        """Release everything that `load_weights`, `start` and `accept` took, even after a start that failed half-way."""
 
 
 def merged(advertised: Iterable[Advertised]) -> Advertised:
-    """What a pod advertises: each field as the last part that has it reports it."""
+    """The fields that a pod advertises: each from the last part that sets it."""
     result = Advertised()
-    for one in advertised:
-        own = {each.name: value for each in fields(one) if (value := getattr(one, each.name)) is not None}
-        result = replace(result, **own)
+    for part_fields in advertised:
+        set_fields = {
+            entry.name: value
+            for entry in fields(part_fields)
+            if (value := getattr(part_fields, entry.name)) is not None
+        }
+        result = replace(result, **set_fields)
     return result
 
 
 def sum_of(loads: Iterable[PodLoad]) -> PodLoad:
-    """The load of a pod: that of its parts, added up."""
+    """The load of a pod: the sum over its parts."""
     total: dict[str, Any] = {}
     for load in loads:
-        for name in (each.name for each in fields(load)):
+        for name in (entry.name for entry in fields(load)):
             value = getattr(load, name)
             if name not in total:
                 total[name] = value

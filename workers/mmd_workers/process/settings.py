@@ -13,7 +13,7 @@ from mmd_api.contract.subjects import DEFAULT_INBOX, USERS, previous_of
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.wire.login import Login, refuse_credentials_in
 
-# Of a pod whose replica spans several, set by LeaderWorkerSet: how many, its place among them, and the host name of the leader.
+# LeaderWorkerSet sets these in pods of a replica that spans several: how many, the place among them, and the host name of the leader.
 LWS_GROUP_SIZE = "LWS_GROUP_SIZE"
 LWS_WORKER_INDEX = "LWS_WORKER_INDEX"
 LWS_LEADER_ADDRESS = "LWS_LEADER_ADDRESS"
@@ -21,7 +21,7 @@ LWS_LEADER_ADDRESS = "LWS_LEADER_ADDRESS"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The replica of several pods that this one belongs to. `rank`: its place, 0 of the leader, whose host name is `leader`."""
+    """The replica of several pods that this one belongs to. `rank`: its place, 0 for the leader; `leader`: the leader's host name."""
 
     size: int
     rank: int
@@ -32,16 +32,16 @@ class Group:
 class WorkerSettings:
     """Identity and addresses of this process. `incarnation` is new at every start.
 
-    `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of it. `nats_inbox`: prefix of the
-    subjects on which replies come, where the NATS server lets this user listen. `grace_seconds`: from SIGTERM to SIGKILL.
+    `annotations`: the file in which Kubernetes shows the pod's annotations; empty outside of Kubernetes. `nats_inbox`: prefix of the
+    subjects for replies, where the NATS server lets this user listen. `grace_seconds`: from SIGTERM to SIGKILL.
     `config_file`: where `pipeline` was read, and where its live settings are read again; empty: they never change.
-    `keys_file`: tenants and hashes of their API keys, of a gateway that needs keys; empty where it needs none.
-    `tls_folder`: certificate and key of a gateway that speaks TLS to clients; empty where it does not.
-    `gpus`: how many Kubernetes gave this pod. `memory_fraction`: of the memory found here, where other pods share the machine.
-    `http_port`: a gateway's for clients, a worker's only one. `admin_port`: a gateway's for all else; 0: a free one.
-    `picker_port`: of a gateway with an InferencePool, where Gateways ask which pod takes a request; 0: a free one.
-    `turns`: a file that pods share which compute with all cores of one machine, one at a time; empty: this one has its cores to itself.
-    `feature_disk`, `feature_disk_mebibytes`: where and how much the encoder's cache may write of what it evicts; empty: nothing.
+    `keys_file`: tenants and hashes of their API keys, for a gateway that needs keys; empty if it needs none.
+    `tls_folder`: certificate and key of a gateway that speaks TLS to clients; empty if it does not.
+    `gpus`: number of GPUs that Kubernetes gave this pod. `memory_fraction`: fraction of the memory found here, if other pods share the
+    machine. `http_port`: a gateway's port for clients, a worker's only port. `admin_port`: a gateway's port for all else; 0: a free one.
+    `picker_port`: port of a gateway with an InferencePool, where Gateways ask which pod takes a request; 0: a free one.
+    `turns`: a file shared by pods that compute with all cores of one machine, one at a time; empty: this pod has its cores to itself.
+    `feature_disk`, `feature_disk_mebibytes`: where and how much the encoder's cache may write of evicted features; empty: nothing.
     `identity`, `commit`, `adapter_commits`: see `mmd_workers.process.identity`; empty until it has looked.
     """
 
@@ -73,22 +73,22 @@ class WorkerSettings:
 
     @property
     def compute_threads(self) -> int:
-        """Threads that one operation may use: all cores, where no number is set."""
+        """Threads that one operation may use: all cores, if no number is set."""
         return self.threads or os.cpu_count() or 1
 
     @property
     def group_port(self) -> int:
-        """Where the leader of a group listens for its followers; the same number in all of its pods."""
+        """The port on which a group's leader listens for its followers; the same number in all of its pods."""
         return self.http_port + 1
 
     @property
     def ranks_port(self) -> int:
-        """Where the engine's first rank listens for those of other pods."""
+        """The port on which the engine's first rank listens for the ranks of other pods."""
         return self.http_port + 2
 
     @property
     def mesh(self) -> str:
-        """Names the processes that this one may talk to: those of the same pipeline revision, code and weights."""
+        """The name of the processes that this one may talk to: same pipeline revision, code and weights."""
         return f"{self.pipeline.revision}-{self.identity}" if self.identity else self.pipeline.revision
 
     @classmethod
@@ -143,7 +143,7 @@ def _group(need: Callable[[str], str]) -> Group:
 
 
 def _login(user: str, password: str) -> Login:
-    """`user`: of a managed server, who may have a previous password too, or of an external one."""
+    """The login of a user of a managed server, who may have a previous password too, or of an external server."""
     folder = os.environ.get(environment.NATS_LOGIN)
     previous = previous_of(user) if user in USERS else ""
     return Login(user, password, previous, Path(folder) if folder else None)

@@ -1,6 +1,6 @@
-"""What a pod does once before it reports Ready, so that its first request is no slower than the next.
+"""The warm-up of a pod before it reports Ready, so that its first request is no slower than the next.
 
-Whatever is warmed up leaves no trace: no count, no estimate, nothing in a cache. Independent of the network.
+A warm-up leaves no trace: no count, no estimate, nothing in a cache. Independent of the network.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ async def warm_up(
     device: torch.device,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> None:
-    """Run the steps one after the other, each a phase of the start. One that fails or does not end in time is logged and does not
-    keep the pod from serving: its requests would fail, or be slow, one by one and with their own reasons.
+    """Run the steps one after the other, each a phase of the start.
+
+    A step that fails or does not end in time is logged and does not keep the pod from serving: its requests would fail, or be slow, one
+    by one and with their own reasons.
 
     Raises:
         DeviceLostError: the accelerator does not work.

@@ -1,1 +1,1 @@
-"""What prefill and decode share: the engine of a pod, the sequences that it runs, and the KV links with other pods."""
+"""The parts that prefill and decode share: a pod's engine, its sequences, and its KV links with other pods."""

@@ -1,4 +1,4 @@
-"""What roles know of the engine that runs a pod's sequences. They do not know which engine it is."""
+"""The interface of roles to the engine that runs a pod's sequences. Roles do not know which engine it is."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mmd_workers.wire.messages.prefill import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A sequence that the engine has: since when (Unix seconds), and the rotary position of its next token, for `attach`."""
+    """When a sequence was added (Unix seconds), and the rotary position of its next token, for `attach`."""
 
     at: float
     next_position: int
 
 
 class SequenceEngine(ABC):
-    """Runs sequences, each under an id that its role chooses. What its steps did comes from `EngineHost.outputs`.
+    """Runs sequences, each under an id chosen by its role. The results of steps come from `EngineHost.outputs`.
 
     Every method may raise EngineDeadError: the engine has ended, and the pod ends with it.
     """
@@ -45,8 +45,10 @@ class SequenceEngine(ABC):
     @property
     @abstractmethod
     def keeps_features(self) -> bool:
-        """Whether a sequence has its features to its end. Else it has none of them after a token: if it is preempted then,
-        `StepOutput.admitted` reports how many of its tokens need none, and the others are to come by `fill` again.
+        """Whether a sequence keeps its features to its end.
+
+        Otherwise it has none of them after a token. If it is then preempted, `StepOutput.admitted` reports how many of its tokens need
+        none, and the features of the others must come by `fill` again.
         """
 
     @abstractmethod
@@ -55,9 +57,9 @@ class SequenceEngine(ABC):
 
     @abstractmethod
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
-        """How many of the request's leading tokens have their KV in the prefix cache now. Changes nothing there.
+        """The number of the request's leading tokens with KV in the prefix cache now. Changes nothing there.
 
-        They may be evicted before the sequence is added and admitted: `StepOutput.admitted` has the number left.
+        They may be evicted before the sequence is added and admitted: `StepOutput.admitted` has the number that remains.
         """
 
     @abstractmethod
@@ -69,21 +71,23 @@ class SequenceEngine(ABC):
         stop_after_prefill: bool,
         features: Mapping[int, Feature] | None = None,
     ) -> Added:
-        """Queue a request, with the output tokens that it has already. `features`: those of its media, by number, that are here; the others may
-        follow by `fill`, each of which waits for the end of a step.
+        """Queue a request, with the output tokens that it already has.
+
+        `features`: the features of its media that are here, by number; the others may follow by `fill`, each of which waits for the end of
+        a step.
 
         With `stop_after_prefill` the engine samples one token, keeps the KV until `abort`, and reports in `StepOutput.kv_ready`
         which ranges `read_kv` may read.
 
         Raises:
-            CapacityError: it can never fit into the context or the KV pool.
+            CapacityError: the request can never fit into the context or the KV pool.
             CountMismatchError: a feature has another number of tokens than the request's layout. The sequence is to be aborted.
             GrammarFailedError: its grammar cannot be compiled, or its output tokens do not match it.
         """
 
     @abstractmethod
     async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
-        """Give a sequence the feature of one of its media; nothing happens if it no longer needs it.
+        """Give a sequence the feature of one of its media; nothing happens if the sequence no longer needs it.
 
         Raises:
             CountMismatchError: the feature has another number of tokens than the request's layout.
@@ -91,8 +95,9 @@ class SequenceEngine(ABC):
 
     @abstractmethod
     async def abort(self, sequence: str) -> None:
-        """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored. An engine that has ended holds
-        nothing: it does not raise.
+        """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored.
+
+        Does not raise if the engine has ended: it then holds nothing.
         """
 
     # --- KV -------------------------------------------------------------------------------------------------------
@@ -110,12 +115,13 @@ class SequenceEngine(ABC):
         prefix: Sequence[bytes],
         companion_tokens: int = 0,
     ) -> int:
-        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv`, and for the first of `max_tokens` more. `prefix`:
-        identities of the leading whole blocks. `companion_tokens`: of a companion, which is computed here from `attach` on; 0: it has none.
-        Returns how many tokens have their KV in the prefix cache: the rest has to arrive.
+        """Hold blocks for `prompt_tokens` tokens whose KV will arrive by `write_kv`, and for the first of `max_tokens` more.
+
+        `prefix`: identities of the leading whole blocks. `companion_tokens`: tokens of a companion, which is computed here from `attach` on;
+        0: there is no companion. Returns how many tokens have their KV in the prefix cache: the rest has to arrive.
 
         Raises:
-            CapacityError: this can never fit.
+            CapacityError: the blocks can never fit.
             OverloadedError: no blocks or no place for a sequence now.
         """
 
@@ -132,8 +138,9 @@ class SequenceEngine(ABC):
     async def attach(
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
     ) -> None:
-        """Start decoding a reserved sequence whose KV has been written, but for the last of `output_token_ids`, whose rotary position
-        is `next_position`.
+        """Start decoding a reserved sequence after its KV has been written.
+
+        Only the last of `output_token_ids` has no KV yet; its rotary position is `next_position`.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -143,16 +150,16 @@ class SequenceEngine(ABC):
 
 
 class EngineHost(Part, ABC):
-    """The part of a pod that makes an engine and reports its load."""
+    """The part of a pod that creates an engine and reports its load."""
 
     def __init__(self, pod: Pod) -> None:
         self._pod = pod
         self._cache_reports = CacheReports(pod, PREFIXES, pod.spec.decode.kv_block_tokens)
         self._max_model_len = 0
         self.outputs: asyncio.Queue[StepOutput] = asyncio.Queue()  # bounded: the engine waits for `taken`
-        self.stats: EngineStats | None = None  # as sampled last
-        self.sampled_at = 0.0  # Unix seconds: `stats` show what the engine had been given before
-        self.worked_at = -math.inf  # time.monotonic, when a sample last showed that there were sequences
+        self.stats: EngineStats | None = None  # the latest sample
+        self.sampled_at = 0.0  # Unix seconds; `stats` cover what the engine was given before
+        self.worked_at = -math.inf  # time.monotonic of the last sample that showed sequences
 
     @property
     @abstractmethod
@@ -161,20 +168,22 @@ class EngineHost(Part, ABC):
 
     @abstractmethod
     def taken(self) -> None:
-        """One of `outputs` has been dealt with."""
+        """Note that one of `outputs` has been processed."""
 
     @abstractmethod
     async def _sampled(self, most_identities: int, *, again: bool) -> tuple[EngineStats, CacheDelta] | None:
-        """The engine's figures, and what its prefix cache has gained and lost: at most so many identities, from its whole content on if
-        `again`. None before it has started."""
+        """The engine's figures, and the changes of its prefix cache; None before the engine has started.
+
+        The changes have at most `most_identities` identities, and begin with the whole content if `again`.
+        """
 
     def somebody_waits(self) -> bool:
-        """Whether anyone waits for the end of a step, which whatever else computes here would delay."""
+        """Whether anyone waits for the end of a step, which other computation here would delay."""
         waits = self.stats is not None and self.stats.somebody_waits
         return waits and time.monotonic() - self.worked_at < TEXT_SECONDS  # an idle engine counts no time
 
     def load(self) -> PodLoad:
-        """What the engine has to do, whichever role brought it."""
+        """The engine's load, whichever role brought it."""
         if (stats := self.stats) is None:
             return PodLoad()
         return PodLoad(
@@ -192,7 +201,7 @@ class EngineHost(Part, ABC):
         )
 
     def advertised(self) -> Advertised:
-        """The longest request it takes, and how far it has reported its prefix cache."""
+        """The longest request that the engine takes, and the number of its newest prefix cache report."""
         return Advertised(max_model_len=self._max_model_len, prefix_number=self._cache_reports.number)
 
     async def accept(self) -> None:
@@ -200,18 +209,17 @@ class EngineHost(Part, ABC):
         await self._cache_reports.start()
 
     async def sample(self) -> None:
-        """Ask the engine for its figures, and report the changes of its prefix cache."""
-        asked = time.time()
+        """Ask the engine for its figures, and report changes of its prefix cache."""
+        asked_at = time.time()
         sampled = await self._sampled(MOST_AT_ONCE, again=self._cache_reports.take_wanted())
         if sampled is None:
             return
         before = self.stats
         stats, delta = sampled
-        self.stats, self.sampled_at = stats, asked
-        came = (
-            before is not None and stats.prefix_miss_tokens != before.prefix_miss_tokens
-        )  # and may have ended
-        if stats.waiting_sequences or stats.running_sequences or came:
+        self.stats, self.sampled_at = stats, asked_at
+        # Whether prompts came since the last sample; they may have ended already.
+        had_prompts = before is not None and stats.prefix_miss_tokens != before.prefix_miss_tokens
+        if stats.waiting_sequences or stats.running_sequences or had_prompts:
             self.worked_at = time.monotonic()
         self._expose(stats, before)
         await self._cache_reports.publish(delta)
@@ -232,7 +240,7 @@ class EngineHost(Part, ABC):
             metrics.sequences.labels(state).set(count)
         metrics.max_sequences.set(stats.max_sequences)
         metrics.media_step_tokens.set(stats.media_step_tokens)
-        if "prefill" not in self._pod.roles:  # else that role counts what has not reached the engine, too
+        if "prefill" not in self._pod.roles:  # the prefill role also counts what has not reached the engine
             metrics.prefill_waiting.labels("prefill").set(stats.waiting_tokens - stats.blocked_tokens)
             metrics.prefill_waiting.labels("encode").set(stats.blocked_tokens)
         for counter, name in (

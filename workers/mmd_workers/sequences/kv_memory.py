@@ -1,4 +1,4 @@
-"""How large the KV pool of a pod becomes: what its spec wants, and what its memory allows. Independent of the engine."""
+"""The size of a pod's KV pool, from its spec and its memory. Independent of the engine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def kv_pool_bytes(
     weight_bytes: int = 0,
     tower_bytes: int = 0,
 ) -> int:
-    """Bytes of the pool. `weight_bytes`: of weights that are still to be loaded. `tower_bytes`: activations of a tower on the same device.
+    """Bytes of the KV pool. `weight_bytes`: weights still to be loaded. `tower_bytes`: activations of a tower on the same device.
 
     Raises:
-        MemoryBudgetError: it does not hold one request of full length.
+        MemoryBudgetError: the pool does not hold one request of full length.
     """
     spec, pool = pod.spec, pod.kv_spec
     total, used = memory.measure(device, pod.settings.memory_fraction)

@@ -13,7 +13,10 @@ from mmd_workers.wire.peers import PeerEvent
 
 
 def device_of_kv(pod: Pod, device: torch.device) -> torch.device:
-    """Where KV is between an engine and a link: on the pod's device, unless ranks hand it over in the host's memory and gloo takes it there."""
+    """The device of KV between an engine and a link.
+
+    This is the pod's device, unless ranks hand KV over in the host's memory and gloo takes it there.
+    """
     ranks = pod.vllm_spec.ranks if pod.spec.engine.type == "VLLM" else 1
     return torch.device("cpu") if ranks > 1 and pod.spec.transfer.kv.backend == "Gloo" else device
 
@@ -28,7 +31,7 @@ class KvLinks(Part):
 
     @property
     def manager(self) -> LinkManager:
-        """The links, once this part accepts."""
+        """The link manager, once this part accepts."""
         assert self._manager is not None
         return self._manager
 
@@ -55,7 +58,7 @@ class KvLinks(Part):
             await asyncio.to_thread(self._manager.close)
 
     def progress(self) -> dict[str, Progress]:
-        """The link that has been in the making for longest."""
+        """The progress of the link that has been in the making for longest."""
         if (manager := self._manager) is None:
             return {}
         return {"kv-connect": Progress(lambda: manager.connecting_seconds, LIVENESS_SECONDS)}

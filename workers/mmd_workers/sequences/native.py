@@ -1,4 +1,4 @@
-"""The native engine as a part of a pod: weights, KV pool and thread, made from the spec."""
+"""The native engine as a part of a pod: weights, KV pool and thread, created from the spec."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class NativeEngine(SteppedEngine):
-    """Requests in the terms of `Engine`."""
+    """Translates requests into the terms of `Engine`."""
 
     _runner: EngineRunner[Engine]
 
@@ -43,24 +43,24 @@ class NativeEngine(SteppedEngine):
         grammars: Grammars,
         kv_dtype: KvDtype = "Model",
     ) -> None:
-        """`kv_dtype`: of the engine's pool."""
+        """`kv_dtype`: data type of the engine's KV pool."""
         super().__init__(runner, grammars)
         self._model = model
         self._kv_layout = model.kv_layout.packed_as(kv_dtype)
-        self._identities: dict[str, list[bytes]] = {}  # of the blocks of prompts that are about to be added
+        self._identities: dict[str, list[bytes]] = {}  # block identities of prompts about to be added
 
     @property
     def keeps_features(self) -> bool:
-        """They are a part of the prompt."""
+        """True: features are a part of the prompt."""
         return True
 
     @property
     def kv_layout(self) -> KvLayout:
-        """That of the pool."""
+        """The layout of the KV pool."""
         return self._kv_layout
 
     def feature_bytes(self, modality: Modality, num_tokens: int) -> int:
-        """That of the model."""
+        """Bytes of a feature of the model."""
         return self._model.feature_bytes(modality, num_tokens)
 
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
@@ -109,14 +109,14 @@ class NativeEngine(SteppedEngine):
         return await self._runner.call(begin)
 
     async def abort(self, sequence: str) -> None:
-        """Free its blocks."""
+        """Free the sequence's blocks."""
         self._identities.pop(sequence, None)
         await super().abort(sequence)
 
     async def attach(
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
     ) -> None:
-        """It decodes from the next step on."""
+        """Decode the sequence from the next step on."""
         constraint = await self._constraint(request, output_token_ids)
         await self._runner.call(
             lambda engine: engine.attach(
@@ -134,23 +134,23 @@ class NativeEngine(SteppedEngine):
         )
 
     def _sampling(self, request: GenerateRequest) -> SamplingParams:
-        """How to choose this request's tokens, with the model's end-of-sequence tokens and those that must not appear."""
-        wanted = request.sampling
+        """The request's sampling parameters, with the model's end-of-sequence and suppressed tokens."""
+        sampling = request.sampling
         return SamplingParams(
-            max_tokens=wanted.max_tokens,
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            min_p=wanted.min_p,
-            seed=wanted.seed,
-            logprobs=wanted.logprobs,
-            ignore_eos=wanted.ignore_eos,
-            min_tokens=wanted.min_tokens,
-            stop_token_ids=frozenset(wanted.stop_token_ids),
-            rules=wanted.rules,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            logprobs=sampling.logprobs,
+            ignore_eos=sampling.ignore_eos,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            rules=sampling.rules,
             eos_token_ids=self._model.eos_token_ids,
             suppress_token_ids=self._model.suppress_token_ids,
-            prompt_logprobs=wanted.prompt_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         )
 
 
@@ -171,7 +171,7 @@ class NativeHost(SteppedHost):
         return self._engine
 
     async def load_weights(self) -> None:
-        """Read the language model's weights and nothing else."""
+        """Read only the language model's weights."""
         pod = self._pod
         with pod.startup.phase("load_language"):
             self._model = await asyncio.to_thread(load_language_model, pod.spec.model, self._device)
@@ -179,7 +179,7 @@ class NativeHost(SteppedHost):
         log.info("language role loaded %d bytes", self._model.loaded_bytes)
 
     async def start(self) -> None:
-        """Make the KV pool as large as memory allows, and the engine on it.
+        """Create the engine, with a KV pool as large as memory allows.
 
         Raises:
             MemoryBudgetError: the pool does not hold one request of full length.

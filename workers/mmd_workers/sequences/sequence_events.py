@@ -1,7 +1,7 @@
-"""The sequences that a pod's engine runs: what a step did goes to the role that brought the sequence, or to the book, and whatever
-ends a sequence from outside (a cancellation, its deadline, a lost gateway, the end of this pod) ends it here.
+"""The sequences that a pod's engine runs: passes the results of steps on, and ends sequences for reasons from outside.
 
-Independent of roles: roles register as owners.
+Results go to the role that brought the sequence, or to the book. Reasons from outside are a cancellation, the deadline, a lost gateway
+and the end of this pod. Independent of roles: roles register as owners.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DEADLINE_CHECK_SECONDS = 0.5
 
 
 class SequenceOwner:
-    """A role that brings sequences into the engine. By default it ignores what happens to them."""
+    """A role that brings sequences into the engine. By default it ignores all events."""
 
     def on_admitted(self, sequence: str, cached_tokens: int) -> None:
-        """The engine runs the prompt now, but for what it found in its prefix cache."""
+        """The engine runs the prompt now, without the tokens found in its prefix cache."""
 
     def on_kv_ready(self, event: KvReady) -> None:
         """The engine has completed the KV of a range."""
@@ -37,10 +37,10 @@ class SequenceOwner:
         """The engine has sampled a token, which is on its way to its gateway."""
 
     def on_failed(self, sequence: str, error: MmdError) -> None:
-        """The engine gave the sequence up, which the book reports."""
+        """The engine gave the sequence up; the book reports it."""
 
     def hands_over(self, sequence: str) -> bool:
-        """Whether the sequence goes on at another pod: then its owner closes its book."""
+        """Whether the sequence goes on at another pod; its owner then closes it in the book."""
         return False
 
     def cancel(self, sequence: str) -> None:
@@ -64,7 +64,7 @@ class Sequences(Part):
         self._owners.append(owner)
 
     async def start(self) -> None:
-        """Take the engine's outputs, and notice gateways that are lost."""
+        """Take the engine's outputs, and watch for lost gateways."""
         self._pod.directory.on_event(self._peer_event)
         self._pod.tasks.spawn(self._take_outputs(), "outputs")
 
@@ -79,15 +79,17 @@ class Sequences(Part):
         pod.tasks.spawn(self.end_late(), "deadlines")
 
     async def sample(self) -> None:
-        """Show what the sequences consist of."""
+        """Expose the tokens of the sequences by modality."""
         for modality, tokens in self.book.tokens().items():
             self._pod.metrics.sequence_tokens.labels(modality).set(tokens)
 
     # --- events ---------------------------------------------------------------------------------------------------
 
     async def _take_outputs(self) -> None:
-        """What engine steps did, in order. A token is on its way to its gateway before any role acts on it, so that a
-        sequence's book is never closed over an unsent token.
+        """Process the outputs of engine steps, in order.
+
+        A token is on its way to its gateway before any role acts on it, so that the book never closes a sequence before its last token
+        is sent.
         """
         while True:
             output = await self._engine.outputs.get()
@@ -108,8 +110,11 @@ class Sequences(Part):
             self._engine.taken()
 
     async def _report_failed(self, output: StepOutput) -> None:
-        """All at once: if the engine has failed, this pod ends, and gives back what is still open then."""
-        failed = [(name, e if isinstance(e, MmdError) else MmdError(str(e))) for name, e in output.failed]
+        """Report failed sequences, all at once: if the engine has failed, this pod ends and gives back all that is still open."""
+        failed = [
+            (name, cause if isinstance(cause, MmdError) else MmdError(str(cause)))
+            for name, cause in output.failed
+        ]
         for sequence, error in failed:
             for owner in self._owners:
                 owner.on_failed(sequence, error)
@@ -144,14 +149,14 @@ class Sequences(Part):
                 await self._abandon(sequence, keep_end=True)
 
     def _peer_event(self, event: PeerEvent) -> None:
-        if event.kind in ("lost", "reborn") and (gone := event.before) is not None:
-            self._pod.tasks.in_background(self._gateway_lost(gone), f"end-sequences-of-{gone.pod}")
+        if event.kind in ("lost", "reborn") and (former := event.before) is not None:
+            self._pod.tasks.in_background(self._gateway_lost(former), f"end-sequences-of-{former.pod}")
 
-    async def _gateway_lost(self, gone: Heartbeat) -> None:
-        self.book.forget_ends(gone.pod)
-        for sequence in self.book.of_gateway(gone.pod):
-            # If it is alive after all, this makes it place the request again.
-            await self.book.fail(sequence, PeerLostError(f"{gone.pod} sent no heartbeat for too long"))
+    async def _gateway_lost(self, gateway: Heartbeat) -> None:
+        self.book.forget_ends(gateway.pod)
+        for sequence in self.book.of_gateway(gateway.pod):
+            # If the gateway is alive after all, this makes it place the request again.
+            await self.book.fail(sequence, PeerLostError(f"{gateway.pod} sent no heartbeat for too long"))
             await self._abandon(sequence, keep_end=True)
 
     async def _abandon(self, sequence: str, *, keep_end: bool = False) -> None:
@@ -164,7 +169,7 @@ class Sequences(Part):
     # --- end ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Nothing to refuse: the roles do that."""
+        """Log the sequences in flight; the roles refuse new work."""
         log.info("draining: %d sequences in flight", len(self.book))
 
     @property
@@ -173,7 +178,10 @@ class Sequences(Part):
         return not (len(self.book) or self.book.unconfirmed)
 
     async def give_back(self, error: MmdError) -> None:
-        """Report the sequences that are left to their gateways, which place them again, but for those that the engine gave up last."""
+        """Report the remaining sequences to their gateways, which place them again.
+
+        Sequences that the engine gave up last are reported as failed before.
+        """
         while not self._engine.outputs.empty():
             await self._report_failed(self._engine.outputs.get_nowait())
         for sequence in self.book.all():

@@ -1,4 +1,4 @@
-"""What engines that are stepped on a thread have in common, as parts of a pod. They have the same commands between two steps."""
+"""The common base of engines that are stepped on a thread, as parts of a pod. They take the same commands between two steps."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from mmd_workers.wire.messages.prefill import GenerateRequest
 
 
 class Reporting(Stepped, Protocol):
-    """An engine that a host runs: it reports its load, and what its prefix cache holds."""
+    """An engine that a host runs; it reports its load and the content of its prefix cache."""
 
     def warm_up(self) -> None:
         """Run a chunk of prefill and a step of decode, and keep nothing of it."""
         ...
 
     def stats(self) -> EngineStats:
-        """How loaded it is."""
+        """The engine's present load."""
         ...
 
     @property
     def prefix_changes(self) -> CacheChanges:
-        """What its prefix cache has gained and lost, for locality in routing."""
+        """The changes of the prefix cache, for locality in routing."""
         ...
 
 
@@ -45,28 +45,28 @@ class SteppedEngine(SequenceEngine):
     """Commands that need no translation. Each runs on the engine's thread, between two steps."""
 
     def __init__(self, runner: EngineRunner[Any], grammars: Grammars) -> None:
-        """`grammars`: of the model's tokenizer."""
+        """`grammars`: grammars over the model's tokenizer."""
         self._runner = runner
         self._grammars = grammars
 
     async def _constraint(
         self, request: GenerateRequest, output_token_ids: Sequence[int]
     ) -> Constraint | None:
-        """Follow the request's grammar to where its answer is, on other threads than the engine's.
+        """Follow the request's grammar to the end of its output so far, on other threads than the engine's.
 
         Raises:
-            GrammarFailedError: it cannot be compiled, or the tokens do not match it.
+            GrammarFailedError: the grammar cannot be compiled, or the tokens do not match it.
         """
         if (grammar := request.sampling.grammar) is None:
             return None
         return await self._grammars.begin_aside(grammar, output_token_ids)
 
     async def fill(self, sequence: str, medium: int, feature: Feature) -> None:
-        """Put it where the model takes it from."""
+        """Put the feature where the model takes it from."""
         await self._runner.call(lambda engine: engine.fill(sequence, medium, feature))
 
     async def abort(self, sequence: str) -> None:
-        """Free its blocks."""
+        """Free the sequence's blocks."""
         with suppress(EngineDeadError):
             await self._runner.call(lambda engine: engine.abort(sequence))
 
@@ -113,7 +113,7 @@ class SteppedHost(EngineHost):
         return self._runner
 
     async def warm_up(self) -> None:
-        """Run what sequences will run."""
+        """Run the computations that sequences will need."""
         await warm_up(
             {"engine": self._warm_up_engine}, self._pod.startup, self._device, self._warm_up_limit_seconds()
         )
@@ -126,7 +126,7 @@ class SteppedHost(EngineHost):
         await self._runner.call(lambda engine: engine.warm_up())
 
     def taken(self) -> None:
-        """The thread may post one more."""
+        """Let the thread post one more output."""
         assert self._runner is not None
         self._runner.taken()
 
@@ -147,7 +147,7 @@ class SteppedHost(EngineHost):
             await self._runner.stop(5.0)
 
     def progress(self) -> dict[str, Progress]:
-        """The engine's turns."""
+        """The progress of the engine's loop."""
         if (runner := self._runner) is None:
             return {}
         return {"engine": Progress(lambda: time.monotonic() - runner.last_progress, LIVENESS_SECONDS)}

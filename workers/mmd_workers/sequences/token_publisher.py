@@ -1,7 +1,7 @@
-"""Tokens on their way to gateways: one message per engine step and gateway, and the record of which gateway wants what.
+"""Sends tokens to gateways, one message per engine step and gateway, and records which gateway needs which sequence.
 
-Tokens, failures and cancellations are published once and may be lost. Every second the book reports its sequences to their
-gateways and compares notes (`SequenceReport`): what a gateway has not received is sent again, what it does not want is freed.
+Tokens, failures and cancellations are published once and may be lost. Every second the book compares its sequences with their gateways
+(`SequenceReport`): tokens that a gateway has not received are sent again, sequences that it does not need are freed.
 """
 
 from __future__ import annotations
@@ -45,41 +45,42 @@ log = logging.getLogger(__name__)
 
 MAX_CANCELLED = 8192
 MAX_MESSAGE_CHARACTERS = 4096
-MAX_PHASES = 1024  # of one report
-REPORT_SECONDS = 1.0  # between two reports to a gateway
+MAX_PHASES = 1024  # limit per report
+REPORT_SECONDS = 1.0  # interval between reports to a gateway
 REPORT_TIMEOUT_SECONDS = 2.0
 REPORT_LINES = 4096  # about 300 KB
 EXPECTATION_SECONDS = 1.0  # how long a prefix that the router knew to be cached counts as no load
 KEEP_ENDED_SECONDS = 60.0  # an end unconfirmed for this long is forgotten
-MAX_ENDED = 8192  # unconfirmed ends; of more, the oldest are forgotten
-GATEWAY_GONE_SECONDS = 10.0  # no heartbeat and no reply to reports: its sequences are no longer needed
+MAX_ENDED = 8192  # limit of unconfirmed ends; beyond it the oldest are forgotten
+GATEWAY_GONE_SECONDS = 10.0  # without heartbeat and replies for this long, its sequences are not needed
 
 
 def sequence_id(request_id: str, attempt: int) -> str:
-    """The engine's name of one attempt of a request."""
+    """The engine's name for one attempt of a request."""
     return f"{request_id}#{attempt}"
 
 
 @dataclass(slots=True)
 class Tracked:
-    """An attempt that this pod answers for: its request, the phases that have ended, and what its gateway has not confirmed."""
+    """An attempt that this pod answers for: its request, its ended phases, and the tokens its gateway has not confirmed."""
 
     request: GenerateRequest
     phases: list[Phase] = field(default_factory=list)
-    phases_sent: int = 0  # of them, to the gateway
-    absent: set[int] = field(
-        default_factory=set
-    )  # media whose features the engine has not been given, or has dropped: there is KV of their tokens
+    phases_sent: int = 0  # number of phases sent to the gateway
+    # Media whose features the engine has not been given, or has dropped: it has KV of their tokens.
+    absent: set[int] = field(default_factory=set)
     unconfirmed: deque[TokenItem] = field(default_factory=deque)
     made: int = 0  # index after the last token made here
-    reported: int = 0  # `made` when the last report was sent: the gateway has had time to receive these
+    reported: int = 0  # `made` at the last report: the gateway has had time to receive those tokens
     failure: RequestFailed | None = None
     opened: float = field(default_factory=time.monotonic)
     ended: float = 0.0  # time.monotonic; 0 while it is open
 
     def tokens_to_compute(self, cached_tokens: int | None) -> int:
-        """Of the prompt. `cached_tokens`: what the engine has found in its prefix cache; None: it has not looked. Then what the router knew
-        to be there counts for a moment only: nobody knows how long it stays, and a load that is too low would hide a backlog.
+        """The tokens of the prompt that are still to be computed, with those of a companion.
+
+        `cached_tokens`: tokens that the engine has found in its prefix cache; None: it has not looked. Then the tokens that the router knew
+        to be there count for a moment only: nobody knows how long they stay, and a load that is too low would hide a backlog.
         """
         if cached_tokens is None:
             fresh = time.monotonic() - self.opened < EXPECTATION_SECONDS
@@ -90,7 +91,7 @@ class Tracked:
         self.made = self.reported = len(self.request.output_token_ids)
 
     def confirm(self, received: int) -> list[TokenItem]:
-        """Forget what has been received; returns tokens that were lost: they are older than the last report."""
+        """Forget received tokens; returns lost ones, which are older than the last report."""
         while self.unconfirmed and self.unconfirmed[0].index < received:
             self.unconfirmed.popleft()
         lost = bool(self.unconfirmed) and self.unconfirmed[0].index < self.reported
@@ -98,7 +99,7 @@ class Tracked:
 
 
 class SequenceBook:
-    """Which sequences this pod works on, and for whom; the only writer of tokens, failures and phases to gateways.
+    """The record of this pod's sequences and their gateways; the only writer of tokens, failures and phases to gateways.
 
     A sequence is open while this pod works on it. Afterwards its end is kept until the gateway has confirmed it.
     """
@@ -111,7 +112,7 @@ class SequenceBook:
         self._sequences: dict[str, Tracked] = {}
         self._ended: dict[str, Tracked] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()
-        self._silent_since: dict[str, float] = {}  # by gateway: reports unanswered since
+        self._silent_since: dict[str, float] = {}  # by gateway: since when reports are unanswered
         self._log = RateLimitedLog(log)
         self._steps = 0
 
@@ -120,7 +121,7 @@ class SequenceBook:
 
     @property
     def unconfirmed(self) -> int:
-        """Sequences that have ended here and whose gateway has not confirmed it."""
+        """The number of sequences that have ended here without a confirmation of their gateway."""
         return len(self._ended)
 
     def open(self, request: GenerateRequest) -> Tracked:
@@ -134,8 +135,9 @@ class SequenceBook:
         return self._sequences.get(sequence)
 
     def cancel(self, request_id: str, up_to: int) -> list[str]:
-        """Sequences of a request whose attempt is at most `up_to`. They are remembered for a while: a placement or an offer
-        that a cancellation overtook finds out here.
+        """Cancel a request's attempts up to `up_to`; returns their sequences.
+
+        Cancellations are remembered for a while, for placements and offers that they overtook.
         """
         self._cancelled[request_id] = max(up_to, self._cancelled.get(request_id, -1))
         self._cancelled.move_to_end(request_id)
@@ -160,7 +162,7 @@ class SequenceBook:
         return list(self._sequences)
 
     def tokens(self) -> dict[str, int]:
-        """Known tokens of the open sequences, by what they stand for."""
+        """Known tokens of the open sequences, by modality or `text`."""
         counts = dict.fromkeys(("text", *get_args(Modality)), 0)
         for tracked in self._sequences.values():
             request = tracked.request
@@ -177,7 +179,7 @@ class SequenceBook:
         return [name for name, tracked in self._sequences.items() if now > tracked.request.deadline]
 
     async def publish(self, output: StepOutput) -> None:
-        """Send what a step made, grouped by gateway."""
+        """Send the tokens of a step, grouped by gateway."""
         self._steps += 1
         by_gateway: dict[str, list[TokenItem]] = defaultdict(list)
         for token in output.tokens:
@@ -190,7 +192,7 @@ class SequenceBook:
             await self._send_tokens(gateway, items)
 
     async def finish(self, sequence: str) -> None:
-        """The sequence has had its last token here: it decoded since its last phase ended."""
+        """Close a sequence that had its last token here; it decoded since its last phase ended."""
         if (tracked := self._sequences.get(sequence)) is not None:
             now = time.time()
             start = max((phase.end for phase in tracked.phases), default=now)
@@ -198,7 +200,7 @@ class SequenceBook:
         await self.close(sequence)
 
     async def close(self, sequence: str) -> None:
-        """The work here is done (last token, or handed over): report its phases; its tokens are kept until confirmed."""
+        """Close a finished or handed-over sequence: report its phases, and keep its tokens until confirmed."""
         if (tracked := self._end(sequence)) is not None and tracked.phases:
             request = tracked.request
             self._tracing.record(request.trace, tracked.phases)
@@ -209,16 +211,19 @@ class SequenceBook:
             await self._send_phases(tracked)
 
     async def report_phases(self, sequence: str) -> None:
-        """Report the phases that have ended to the gateway now: nothing may come of the later ones, if a client goes or a stop string ends it."""
+        """Report the phases that have ended to the gateway now.
+
+        Later phases may never be reported, if the client goes or a stop string ends the sequence.
+        """
         if (tracked := self._sequences.get(sequence)) is not None:
             await self._send_phases(tracked)
 
     async def fail(self, sequence: str, error: MmdError) -> None:
-        """Give the sequence up and report it to its gateway, again and again until that confirms it."""
+        """Give the sequence up and report it to its gateway, again and again until the gateway confirms it."""
         await self.fail_each([(sequence, error)])
 
     async def fail_each(self, failed: Sequence[tuple[str, MmdError]]) -> None:
-        """As `fail`. All have ended before this waits for anything."""
+        """Give up several sequences, as `fail` does. All have ended before this waits for anything."""
         for tracked in [ended for sequence, error in failed if (ended := self._fail(sequence, error))]:
             assert tracked.failure is not None
             await self._send(self._bus.subjects.failures(tracked.request.gateway), tracked.failure)
@@ -227,7 +232,7 @@ class SequenceBook:
         if (tracked := self._end(sequence)) is None:
             return None
         request = tracked.request
-        # The words about a grammar may quote it: they are for the client alone.
+        # A message about a grammar may quote it, so it is for the client alone.
         what = error.code if isinstance(error, GrammarFailedError) else error.message
         log.warning("request %s attempt %d failed: %s", request.request_id, request.attempt, what)
         self._metrics.errors.labels(error.code).inc()
@@ -246,21 +251,23 @@ class SequenceBook:
         return tracked
 
     def forget(self, sequence: str, *, keep_end: bool = False) -> None:
-        """The gateway no longer wants it; `keep_end`: an end that has been reported is still to be confirmed."""
+        """Forget a sequence that its gateway no longer needs; `keep_end`: a reported end is still to be confirmed."""
         self._sequences.pop(sequence, None)
         if not keep_end:
             self._ended.pop(sequence, None)
 
     def forget_ends(self, gateway: str) -> None:
-        """The gateway is lost and will confirm nothing."""
+        """Forget the ends of a lost gateway, which will confirm nothing."""
         for name in [n for n, tracked in self._ended.items() if tracked.request.gateway == gateway]:
             del self._ended[name]
 
     async def report_forever(
         self, is_alive: Callable[[str], bool], on_unwanted: Callable[[str], Awaitable[None]]
     ) -> None:
-        """Report every second, until cancelled. `is_alive(gateway)`: its heartbeats arrive. `on_unwanted(sequence)` frees an
-        open sequence that its gateway does not want, or whose gateway is lost.
+        """Report every second, until cancelled.
+
+        `is_alive(gateway)`: its heartbeats arrive. `on_unwanted(sequence)` frees an open sequence that its gateway does not need, or
+        whose gateway is lost.
         """
         while True:
             await asyncio.sleep(REPORT_SECONDS)
@@ -273,14 +280,14 @@ class SequenceBook:
                 self._silent_since.clear()
 
     async def report(self, is_alive: Callable[[str], bool]) -> list[str]:
-        """One report to every gateway; returns the open sequences that are not wanted."""
+        """Send one report to every gateway; returns the open sequences that are not needed."""
         gateways: dict[str, list[str]] = defaultdict(list)
         for name, tracked in (*self._sequences.items(), *self._ended.items()):
             gateways[tracked.request.gateway].append(name)
         for gateway in self._silent_since.keys() - gateways.keys():
             del self._silent_since[gateway]
         unwanted = await asyncio.gather(
-            *(self._report_to(g, names, is_alive(g)) for g, names in gateways.items())
+            *(self._report_to(gateway, names, is_alive(gateway)) for gateway, names in gateways.items())
         )
         return [name for names in unwanted for name in names]
 
@@ -292,34 +299,36 @@ class SequenceBook:
     async def _report_to(self, gateway: str, names: list[str], alive: bool) -> list[str]:
         unwanted: list[str] = []
         for start in range(0, len(names), REPORT_LINES):
-            some = names[start : start + REPORT_LINES]
+            batch = names[start : start + REPORT_LINES]
             try:
-                unwanted += await self._report_some(gateway, some)
+                unwanted += await self._report_some(gateway, batch)
             except MmdError as error:
-                since = self._silent_since.setdefault(gateway, time.monotonic())
-                if not alive and time.monotonic() - since > GATEWAY_GONE_SECONDS:
+                silent_since = self._silent_since.setdefault(gateway, time.monotonic())
+                if not alive and time.monotonic() - silent_since > GATEWAY_GONE_SECONDS:
                     self.forget_ends(gateway)
-                    left = [name for name in names if name in self._sequences]
-                    self._metrics.freed_sequences.labels("gateway_gone").inc(len(left))
-                    return left
+                    open_names = [name for name in names if name in self._sequences]
+                    self._metrics.freed_sequences.labels("gateway_gone").inc(len(open_names))
+                    return open_names
                 self._log.warning(gateway, f"report to {gateway} failed: {error.message}")
                 return unwanted
         self._silent_since.pop(gateway, None)
         return unwanted
 
     async def _report_some(self, gateway: str, names: list[str]) -> list[str]:
-        found = [(name, t) for name in names if (t := self._sequences.get(name) or self._ended.get(name))]
-        made = [tracked.made for _, tracked in found]
+        entries = [(name, t) for name in names if (t := self._sequences.get(name) or self._ended.get(name))]
+        made_counts = [tracked.made for _, tracked in entries]
         report = SequenceReport(
             self._pod,
-            [HeldSequence(t.request.request_id, t.request.attempt, t.made, not t.ended) for _, t in found],
+            [HeldSequence(t.request.request_id, t.request.attempt, t.made, not t.ended) for _, t in entries],
         )
         receipt = await self._bus.request(
             self._bus.subjects.sequences(gateway), report, SequenceReceipt, timeout=REPORT_TIMEOUT_SECONDS
         )
         unwanted: list[str] = []
         lost: list[TokenItem] = []
-        for (name, tracked), now_reported, received in zip(found, made, receipt.received, strict=False):
+        for (name, tracked), now_reported, received in zip(
+            entries, made_counts, receipt.received, strict=False
+        ):
             if received < 0:
                 self._ended.pop(name, None)
                 if name in self._sequences:
@@ -342,7 +351,7 @@ class SequenceBook:
         tracked = self._sequences.pop(sequence, None)
         if tracked is not None:
             tracked.ended = time.monotonic()
-            self._ended.pop(sequence, None)  # so that the order is that of the ends
+            self._ended.pop(sequence, None)  # keeps the sequences in the order of their ends
             self._ended[sequence] = tracked
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
@@ -357,7 +366,7 @@ class SequenceBook:
         )
 
     async def _send_tokens(self, gateway: str, items: Sequence[TokenItem]) -> None:
-        """In as few messages as hold them."""
+        """Send tokens in as few messages as hold them."""
         try:
             await self._send(
                 self._bus.subjects.tokens(gateway), TokenBatch(self._pod, self._steps, list(items))
@@ -370,7 +379,7 @@ class SequenceBook:
             await self._send_tokens(gateway, items[middle:])
 
     async def _send(self, subject: str, message: object) -> None:
-        """Send once: what does not arrive, tokens and failures alike, is found by the next report.
+        """Send a message once; the next report finds lost tokens and failures.
 
         Raises:
             TooLongError: the message must be split.
