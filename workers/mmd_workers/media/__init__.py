@@ -1,1 +1,1 @@
-"""Media from outside: measured, fetched, decoded in a sandbox. Independent of the model and the message bus."""
+"""Media from clients: fetched, measured, and decoded in a sandbox. Independent of the model and the message bus."""

@@ -1,4 +1,4 @@
-"""How much of a medium the model gets, and the choice that leaves less of it. Independent of the model and the network."""
+"""The amount of a medium that the model gets, and choices that reduce it. Independent of the model and the network."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from mmd_workers.media.choice import SamplingChoice
 
-LEAST_FRAMES = 2  # of a video of which frames are left out
+LEAST_FRAMES = 2  # minimum for a video that loses frames
 
 
 @dataclass(frozen=True, slots=True)
 class MediaAmount:
-    """Frames of a video, and pixels of an image or of each frame. `least_pixels`: of one token. Zero where there are none, or where the model's
-    processor takes no number of them.
+    """Frames of a video, and pixels of an image or of each frame. `least_pixels`: pixels of one token.
+
+    A number is zero if the medium has none of these, or if the model's processor takes no number of them.
     """
 
     frames: int = 0
@@ -22,15 +23,17 @@ class MediaAmount:
 
 @dataclass(frozen=True, slots=True)
 class MediaShare:
-    """What is left of each medium."""
+    """The share of each medium that remains."""
 
     pixels_percent: int = 100
     frames_percent: int = 100
     max_frames: int | None = None
 
     def of(self, choice: SamplingChoice, amount: MediaAmount) -> SamplingChoice:
-        """A choice of so much of what `choice` comes to, as the same one of a request would have it. It never comes to more, and never to less
-        than the model's processor takes."""
+        """Reduce a choice, which yields `amount`, to this share, as if the request had chosen it.
+
+        The result never yields more than `amount`, and never less than the model's processor takes.
+        """
         frames = max(min(LEAST_FRAMES, amount.frames), amount.frames * self.frames_percent // 100)
         if self.max_frames is not None:
             frames = min(frames, self.max_frames)
@@ -39,7 +42,7 @@ class MediaShare:
             if frames < amount.frames:
                 choice = replace(choice, max_frames=frames)
             if pixels and (frames, pixels) != (amount.frames, amount.pixels):
-                choice = replace(choice, max_frame_pixels=pixels)  # fewer frames may have more each otherwise
+                choice = replace(choice, max_frame_pixels=pixels)  # otherwise fewer frames may get more each
         elif pixels < amount.pixels:
             choice = replace(choice, max_pixels=pixels)
         return choice

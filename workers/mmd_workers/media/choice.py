@@ -1,4 +1,4 @@
-"""What a request chooses of how its media are sampled. Independent of the model and the network."""
+"""A request's choices of how its media are sampled. Independent of the model and the network."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Literal, TypeVar
 import numpy as np
 
 FrameSampling = Literal["uniform", "keyframes", "scene_changes"]
-"""Evenly; where the container has key frames; where the picture differs from the last one chosen."""
+"""Evenly; at the container's key frames; where the picture differs from the last one chosen."""
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFrame:
-    """A frame of a video by its index. `nominal`: the index of its time in a video of the same length and a constant rate, which differs where
+    """A frame of a video by its index.
+
+    `nominal`: the index it would have, by its time, in a video of the same length at a constant rate. It differs from `index` where
     the rate varies.
     """
 
@@ -26,29 +28,35 @@ class FoundFrame:
 
 @dataclass(frozen=True, slots=True)
 class FoundFrames:
-    """What a choice has found in a video, in order. `spare`: a few others over all of it, for models that take no fewer."""
+    """Frames that a choice found in a video, in order.
+
+    `spare`: a few others from all over the video, for models that take no fewer.
+    """
 
     frames: tuple[FoundFrame, ...]
     spare: tuple[FoundFrame, ...] = ()
 
     def filled(self, frames: Sequence[FoundFrame], count: int) -> list[FoundFrame]:
-        """So many frames where the spare ones last: these, and of the spare ones each time the one that is farthest from all."""
+        """Fill `frames` up to `count`, each time with the spare frame farthest from all others, as long as these last."""
         chosen = list(frames)
-        spare = {one.index: one for one in self.spare}
+        spare = {frame.index: frame for frame in self.spare}
         while len(chosen) < count:
-            taken = [one.index for one in chosen]
-            left = [index for index in spare if index not in taken]
-            if not left:
+            indices = [frame.index for frame in chosen]
+            free = [index for index in spare if index not in indices]
+            if not free:
                 break
-            chosen.append(spare[max(left, key=lambda at: min((abs(at - one) for one in taken), default=0))])
-        return sorted(chosen, key=lambda one: one.index)
+            chosen.append(spare[max(free, key=lambda at: min((abs(at - n) for n in indices), default=0))])
+        return sorted(chosen, key=lambda frame: frame.index)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingChoice:
-    """Frames of a video by rate, by number, by what is in it or by their seconds, and how many there may be; how many pixels an image is resized
-    to, or that few will do, and a frame, of which requests choose nothing. None: as the model's own processor has it. `found`: the frames of
-    this video by `sampling` or `timestamps`, which only its file can tell. `with_sound`: a video has its sound track, if its file has one.
+    """A choice of frames and pixels. None: the setting of the model's own processor.
+
+    Frames of a video are chosen by rate (`fps`), by number, by content (`sampling`) or by their seconds (`timestamps`), up to
+    `max_frames`. An image is resized to a number of pixels, or few will do (`low_detail`). `max_frame_pixels` limits each frame;
+    requests do not choose it. `found`: the frames of this video by `sampling` or `timestamps`, which only its file can tell.
+    `with_sound`: a video has its sound track, if its file has one.
     """
 
     fps: float | None = None
@@ -69,8 +77,11 @@ class SamplingChoice:
         return self.timestamps is not None or self.sampling in ("keyframes", "scene_changes")
 
     def or_else(self, other: SamplingChoice) -> SamplingChoice:
-        """This choice, and `other` where it leaves one open. Rate, number, sampling and timestamps are one choice; low detail is a maximum of
-        pixels beside another one, of which the smaller counts."""
+        """Complete this choice with `other` where it leaves one open.
+
+        Rate, number, sampling and timestamps are one choice. Low detail is a maximum of pixels; beside another maximum, the smaller
+        counts.
+        """
         ways = (self.fps, self.num_frames, self.sampling, self.timestamps)
         frames = self if any(way is not None for way in ways) else other
         return SamplingChoice(
@@ -91,7 +102,7 @@ NO_CHOICE = SamplingChoice()
 
 
 def thinned(items: Sequence[_Item], limit: int) -> list[_Item]:
-    """At most so many of them, evenly."""
+    """At most `limit` items, evenly spaced."""
     if len(items) <= limit:
         return list(items)
     return [items[i] for i in np.linspace(0, len(items) - 1, limit).round().astype(int)]

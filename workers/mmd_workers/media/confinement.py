@@ -1,9 +1,9 @@
-"""Takes away from a decode process everything that decoding does not need, one layer after another. Linux only; independent of media.
+"""Takes everything from a decode process that decoding does not need, layer by layer. Linux only; independent of media.
 
 Two steps: `isolate` before anything is imported or any thread runs, `confine` once everything is loaded. Each layer holds on its own,
 so a pod that refuses one (most refuse user namespaces) keeps the others; both functions return which are active.
 
-Written against the kernel's interfaces with ctypes: pyseccomp and the other bindings on PyPI only wrap a libseccomp that has to be
+It calls the kernel's interfaces through ctypes: pyseccomp and the other bindings on PyPI only wrap a libseccomp that must be
 installed with them, and neither the images nor `pip install` bring one.
 """
 
@@ -28,9 +28,9 @@ LAYERS: Mapping[Layer, str] = {
     "landlock": "no file, TCP port, abstract socket or signal to others (Landlock)",
     "seccomp": "only the system calls that decoding needs",
 }
-FIRST_USER, USERS = 60_000, 5_000  # free in Debian, and mapped where a container has 65,536 users
+FIRST_USER, USERS = 60_000, 5_000  # free in Debian, and mapped if a container has 65,536 users
 NOBODY = 65534
-MAX_THREADS = 64  # of a decode process that has a user to itself
+MAX_THREADS = 64  # limit for a decode process that has a user to itself
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,10 +42,10 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 4, 
 
 
 def isolate(report: Callable[[int], object]) -> dict[Layer, bool]:
-    """Continue in a child that has its own namespaces, where the kernel and the pod allow it; otherwise here.
+    """Continue in a child with its own namespaces if the kernel and the pod allow it; otherwise continue here.
 
-    `report` is called once with the PID of the process that goes on, as the caller's parent sees it. With namespaces the calling
-    process never returns: it waits for the child, ends as it ended, and kills it on SIGTERM.
+    `report` is called once with the PID of the continuing process, as the caller's parent sees it. With namespaces the calling
+    process never returns: it waits for the child, ends as the child ended, and kills it on SIGTERM.
     """
     user = False
     try:
@@ -70,7 +70,7 @@ def isolate(report: Callable[[int], object]) -> dict[Layer, bool]:
         _end_as(child)
     os.close(go)
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    if os.read(ready, 1) != b"1":  # the parent ended before its death would have been noticed
+    if os.read(ready, 1) != b"1":  # the parent ended before this process asked to die with it
         os._exit(1)
     os.close(ready)
     return {"namespaces": True, "user": user}
@@ -104,10 +104,10 @@ def _end_as(child: int) -> NoReturn:
 
 
 def confine(isolated: Mapping[Layer, bool]) -> dict[Layer, bool]:
-    """Give up files, user, capabilities and system calls permanently; returns every layer and whether it is active.
+    """Give up files, user, capabilities and system calls for good. Returns each layer and whether it is active.
 
-    Nothing can be imported or opened afterwards. Landlock holds for the calling thread and those it starts, so it counts as active
-    only where no other runs.
+    Nothing can be imported or opened afterwards. Landlock holds for the calling thread and the threads it starts, so it counts as
+    active only if no other thread runs.
     """
     os.environ.clear()
     one_thread = len(os.listdir("/proc/self/task")) == 1
@@ -137,21 +137,20 @@ def empty_root() -> bool:
 
 
 def own_user(*, in_own_namespace: bool) -> bool:
-    """Become a user that nothing else runs as (root only), or drop the capabilities over the own user namespace."""
+    """Become a user that runs nothing else (root only), or drop the capabilities over the own user namespace."""
     is_own = in_own_namespace
     if os.geteuid() == 0 and not in_own_namespace:
-        own = FIRST_USER + os.getpid() % USERS
+        user_id = FIRST_USER + os.getpid() % USERS
         try:
             os.setgroups([])
-            os.setresgid(own, own, own)
-            os.setresuid(own, own, own)
+            os.setresgid(user_id, user_id, user_id)
+            os.setresuid(user_id, user_id, user_id)
         except OSError:
             return False
         is_own = True
     _drop_capabilities()
-    if (
-        is_own
-    ):  # the limit counts every thread of a user: of one that is shared, those of all its pods on the node
+    if is_own:
+        # The limit counts every thread of a user: for a shared user, the threads of all its pods on the node.
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_THREADS, MAX_THREADS))
     return is_own
 
@@ -162,7 +161,7 @@ def _drop_capabilities() -> None:
 
 
 def landlock() -> bool:
-    """Deny every access that this kernel's Landlock knows of (landlock(7)); needs no_new_privs."""
+    """Deny every access known to this kernel's Landlock (landlock(7)); needs no_new_privs."""
     create, restrict = 444, 446
     abi = _libc.syscall(create, None, 0, 1)
     if abi < 1:
@@ -216,7 +215,7 @@ _PROT_EXEC = 4
 
 
 def seccomp() -> bool:
-    """Allow what decoding needs, kill the process at what only an attack needs, refuse everything else with EPERM.
+    """Allow the calls that decoding needs, kill the process at calls that only an attack needs, refuse all others with EPERM.
 
     Holds for all threads; needs no_new_privs. False on kernels and processors without it.
     """
@@ -248,7 +247,7 @@ def _filter(column: int, architecture: int, pid: int) -> Iterator[bytes]:
                 yield op(_RETURN, verdict)
 
     def only(name: str, argument: int, values: tuple[int, ...], otherwise: int) -> Iterator[bytes]:
-        """Allow a call whose argument has one of these values (its lower 32 bits, all that these calls read)."""
+        """Allow a call if its argument has one of these values in its lower 32 bits, all that these calls read."""
         yield op(_EQUAL, _CONDITIONAL[name][column], 0, 2 * len(values) + 2)
         yield op(_LOAD, 16 + 8 * argument)
         for value in values:
@@ -261,16 +260,16 @@ def _filter(column: int, architecture: int, pid: int) -> Iterator[bytes]:
     yield from only("newfstatat", 3, (_AT_EMPTY_PATH,), refuse)  # fstat, as glibc calls it
     yield from only("prlimit64", 0, (0,), _KILL_PROCESS)
     yield from only("prctl", 0, (_PR_SET_NAME,), refuse)
-    yield from only("sendto", 4, (0,), _KILL_PROCESS)  # to the peer that there is, nowhere else
+    yield from only("sendto", 4, (0,), _KILL_PROCESS)  # to the connected peer, nowhere else
     yield from only("tgkill", 0, (pid,), _KILL_PROCESS)  # abort() and nothing else
-    for name in ("mmap", "mprotect"):  # no new code
+    for name in ("mmap", "mprotect"):  # neither may add executable code
         yield op(_EQUAL, _CONDITIONAL[name][column], 0, 4)
         yield op(_LOAD, 16 + 8 * 2)
         yield op(_ANY_BIT, _PROT_EXEC, 0, 1)
         yield op(_RETURN, _KILL_PROCESS)
         yield op(_RETURN, _ALLOW)
     yield op(_EQUAL, _CONDITIONAL["clone3"][column], 0, 1)
-    yield op(_RETURN, 0x00050000 | errno.ENOSYS)  # its flags are behind a pointer; libc goes on with clone
+    yield op(_RETURN, 0x00050000 | errno.ENOSYS)  # its flags are behind a pointer; libc falls back to clone
     yield op(_RETURN, refuse)
 
 

@@ -1,7 +1,7 @@
-"""What the bytes really are, and how they are opened: magic bytes, pinned demuxers, packet tables. Independent of policies and the model.
+"""Identifies and opens files: magic bytes, pinned demuxers, packet tables. Independent of policies and the model.
 
 The demuxer is always named, never guessed: formats that refer to other files or addresses (playlists, concat scripts)
-cannot be reached through here.
+cannot be opened here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
 
-# The limit of pixels is the policy's and is checked before any pixel is decoded; Pillow's own would refuse or warn at another number.
+# The policy limits pixels, checked before any pixel is decoded; Pillow's own limit would refuse or warn at another number.
 Image.MAX_IMAGE_PIXELS = None
 pillow_heif.register_heif_opener(thumbnails=False)
 
@@ -53,40 +53,39 @@ _DEMUXERS = {
 CONTAINERS: dict[Modality, frozenset[str]] = {
     "image": frozenset(IMAGE_FORMATS),
     "video": frozenset({"mp4", "matroska", "avi", "mpegts", "ogg"}),
-    "audio": frozenset(_DEMUXERS),  # a video's sound track is sound
+    "audio": frozenset(_DEMUXERS),  # a video's sound track counts as audio
 }
 DOCUMENT = "pdf"
-"""A container of pages, each of which is an image; an image part takes none."""
+"""Container of pages, each an image. An image part of a request does not take it."""
 PIXEL_MODES = frozenset(
     {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B"}
 )
-"""Of Pillow: what has a defined meaning in 8 bits. 32-bit integers and floats have no defined range."""
+"""Pillow's modes with a defined meaning in 8 bits. 32-bit integers and floats have no defined range."""
 BROKEN_IMAGE = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, struct.error)  # fmt: skip
-"""What Pillow's readers raise at files that are not as they should be."""
+"""Errors that Pillow's readers raise at malformed files."""
 PROBED_BYTES = 2**20
-"""Of packets that FFmpeg reads and holds while it opens a file, each with half a kilobyte of its own: with its 5 MB a subtitle of a byte a packet
-takes all memory that a decode may use.
+"""Bytes of packets that FFmpeg reads and holds while it opens a file. Each packet takes another half kilobyte: with FFmpeg's own
+5 MB, a subtitle with one byte per packet takes all memory that a decode may use.
 """
 _HEADED = frozenset({"mp4", "matroska", "avi"})
-"""Their headers describe every stream: there is little to learn from packets. A transport stream may show its first picture late."""
-SEI_BYTES = 256  # of a unit of messages that are looked at
-MAX_DESCRIBING_CHUNKS = 256  # of a PNG: texts and EXIF
-MAX_SCANS = 100  # of a JPEG: each is decoded over all its pixels, and may be of a few bytes; progressive ones have 10 or so
-MAX_ITEMS = 1000  # of an AVIF, as of a HEIC in libheif: the cells of a grid may share their bytes
-MAX_NAL_UNITS = 256  # of a picture that are looked at: files may hold any number, and empty ones
+"""Containers whose headers describe every stream: packets add little. A transport stream may show its first picture late."""
+SEI_BYTES = 256  # limit for reading the messages of an SEI unit
+MAX_DESCRIBING_CHUNKS = 256  # limit for the chunks of a PNG with text or EXIF
+# Each scan of a JPEG is decoded over all its pixels and may have few bytes. Progressive files have about 10.
+MAX_SCANS = 100
+MAX_ITEMS = 1000  # libheif's limit for HEIC, applied to AVIF: the cells of a grid may share their bytes
+MAX_NAL_UNITS = 256  # limit for the units examined in a picture: files may hold any number, and empty ones
 _ORIENTATION = ExifTags.Base.Orientation
 _AVIF_BRANDS = frozenset({b"avif", b"avis"})
 _HEIF_BRANDS = frozenset(
     {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"mif2", b"msf1"}
 )
-_MARKER = re.compile(
-    rb"\xff[\xc0-\xcf\xd9-\xfe]"
-)  # of a JPEG, with something behind it; decoders step over lower ones
+_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")  # JPEG markers with a segment; decoders skip lower ones
 _QUICKTIME_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
 def sniff(data: bytes) -> str | None:
-    """Container named by the magic bytes, or None if that format is not served."""
+    """The container that the magic bytes name, or None if it is not served."""
     head = data[:4096]
     if head[:3] == b"ID3" and len(head) >= 10:  # a tag may precede mp3, aac and flac
         size = (head[6] & 127) << 21 | (head[7] & 127) << 14 | (head[8] & 127) << 7 | (head[9] & 127)
@@ -103,7 +102,7 @@ def sniff(data: bytes) -> str | None:
         (b"#!AMR", "amr"),
         (b"II*\0", "tiff"),
         (b"MM\0*", "tiff"),
-        (b"II+\0", "tiff"),  # BigTIFF; of its other byte order Pillow reads none
+        (b"II+\0", "tiff"),  # BigTIFF; Pillow does not read its other byte order
         (b"BM", "bmp"),
     ):
         if head.startswith(magic):
@@ -120,7 +119,10 @@ def sniff(data: bytes) -> str | None:
 
 
 def _still_image(head: bytes) -> str | None:
-    """avif or heic, by the major brand of an ISO base media file (ISO/IEC 23008-12, 10); the others decide where it names neither."""
+    """avif or heic, by the major brand of an ISO base media file (ISO/IEC 23008-12, 10).
+
+    The compatible brands decide if it names neither.
+    """
     if head[4:8] != b"ftyp":
         return None
     major = head[8:12]
@@ -145,7 +147,7 @@ def open_image(data: bytes, container: str) -> Image.Image:
     """Open an image by its header; pixels are not decoded.
 
     Raises:
-        BadMediaError: the header is broken, or decoding would take long for what it gives.
+        BadMediaError: the header is broken, or decoding would take disproportionately long.
     """
     if container == "jpeg" and next(islice(_scans(data), MAX_SCANS, None), None) is not None:
         raise BadMediaError(f"the jpeg image has more than {MAX_SCANS} scans; re-encode the file")
@@ -156,7 +158,7 @@ def open_image(data: bytes, container: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=(IMAGE_FORMATS[container],))
     except BROKEN_IMAGE as error:
-        # Pillow's own words for a file that it does not know name an object in memory.
+        # Pillow's message for an unknown file names an object in memory.
         reason = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
         raise BadMediaError(
             f"the {container} header cannot be read{reason}; send a complete, valid file"
@@ -164,7 +166,10 @@ def open_image(data: bytes, container: str) -> Image.Image:
 
 
 def _scans(jpeg: bytes) -> Iterator[int]:
-    """Where the scans of a JPEG begin (ITU-T T.81, B.1.1.4); those of a picture in a segment, such as a thumbnail, are none."""
+    """Offsets of the scans of a JPEG (ITU-T T.81, B.1.1.4).
+
+    Scans of a picture inside a segment, such as a thumbnail, do not count.
+    """
     at = 2
     while (marker := _MARKER.search(jpeg, at)) is not None and marker[0] != b"\xff\xd9":
         if marker[0] == b"\xff\xda":
@@ -173,7 +178,7 @@ def _scans(jpeg: bytes) -> Iterator[int]:
 
 
 def _items(heif: bytes) -> int:
-    """How many items an ISO base media file says that it has (ISO/IEC 14496-12, 8.11.6)."""
+    """Number of items that an ISO base media file declares (ISO/IEC 14496-12, 8.11.6)."""
     for start, end in _boxes(heif, 0, len(heif), b"meta"):
         for infos, _ in _boxes(heif, start + 4, end, b"iinf"):
             return int.from_bytes(heif[infos + 4 : infos + (8 if heif[infos] else 6)], "big")
@@ -181,8 +186,10 @@ def _items(heif: bytes) -> int:
 
 
 def orientation(image: Image.Image, data: bytes) -> int:
-    """EXIF orientation 1 to 8 of an image that was opened and not decoded, by EXIF or else XMP, as Pillow and transformers read it; 1
-    when there is none or it is broken. PNG may have it behind the pixels.
+    """EXIF orientation, 1 to 8, of an image that is opened and not yet decoded.
+
+    It comes from EXIF or else XMP, as Pillow and transformers read it; 1 if there is none or it is broken. PNG may have it behind
+    the pixels.
     """
     try:
         if image.format == "PNG":
@@ -196,29 +203,29 @@ def orientation(image: Image.Image, data: bytes) -> int:
 
 
 def turned_by_pillow(image: Image.Image) -> bool:
-    """Whether the size of an opened image is already that of the image as displayed."""
+    """Whether an opened image already has the size at which it is displayed."""
     return isinstance(image, TiffImagePlugin.TiffImageFile) and _ORIENTATION in image.tag_v2
 
 
 def _description(png: bytes) -> bytes:
-    """A PNG of the chunks that may have an orientation (PNG, third edition, 5.3), also of those behind the pixels."""
-    kept, at = [png[:8]], 8
-    while at + 12 <= len(png) and len(kept) < MAX_DESCRIBING_CHUNKS:
+    """A PNG with only the chunks that may have an orientation (PNG, third edition, 5.3), also those behind the pixels."""
+    chunks, at = [png[:8]], 8
+    while at + 12 <= len(png) and len(chunks) < MAX_DESCRIBING_CHUNKS:
         end = at + 12 + int.from_bytes(png[at : at + 4], "big")
         kind = png[at + 4 : at + 8]
         if kind in (b"IHDR", b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
-            kept.append(png[at:end])
+            chunks.append(png[at:end])
         if kind == b"IEND":
             break
         at = end
-    return b"".join([*kept, b"\0\0\0\0IEND\xae\x42\x60\x82"])
+    return b"".join([*chunks, b"\0\0\0\0IEND\xae\x42\x60\x82"])
 
 
 @contextmanager
 def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Iterator[Any]:
-    """Open audio or video with the demuxer of its magic bytes; FFmpeg's errors leave as BadMediaError.
+    """Open audio or video with the demuxer named by its magic bytes; FFmpeg's errors become BadMediaError.
 
-    FFmpeg decodes the first picture to learn its size; not with `packets_only`.
+    FFmpeg decodes the first picture to learn its size, except with `packets_only`.
     """
     options = {"skip_frame": "all"} if packets_only else {}
     if container in _HEADED:
@@ -229,7 +236,8 @@ def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Itera
         ) as opened:
             yield opened
     except (av.error.FFmpegError, ValueError, OverflowError, EOFError) as error:
-        # Without FFmpeg's number and its name of a file that has none; and no name for the error here, which would hold its own frame, and the media.
+        # The reason leaves out FFmpeg's error number, and the file name, since there is none. The new error is in no local variable:
+        # through its traceback it would hold its own frame, and the media.
         reason = getattr(error, "strerror", None) or str(error)
         raise BadMediaError(
             f"the {container} data cannot be read ({reason}); send a complete, valid file"
@@ -237,10 +245,10 @@ def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Itera
 
 
 def video_stream(opened: Any) -> Any:
-    """First moving picture of a container (cover art is none).
+    """First video stream of a container; cover art is none.
 
     Raises:
-        BadMediaError: there is none.
+        BadMediaError: there is no video stream.
     """
     for stream in opened.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic and stream.codec_context is not None:
@@ -259,7 +267,7 @@ def audio_stream(opened: Any) -> Any:
     """First audio stream of a container.
 
     Raises:
-        BadMediaError: there is none.
+        BadMediaError: there is no audio stream.
     """
     for stream in opened.streams.audio:
         if stream.codec_context is not None:
@@ -270,7 +278,7 @@ def audio_stream(opened: Any) -> Any:
 
 
 def _alone(opened: Any, stream: Any) -> Any:
-    """The stream, after the demuxer was told to leave out the packets of all others."""
+    """Make the demuxer leave out the packets of all other streams; returns the stream."""
     for other in opened.streams:
         if other is not stream:
             other.discard = av.stream.Discard.all
@@ -278,19 +286,20 @@ def _alone(opened: Any, stream: Any) -> Any:
 
 
 def packets(opened: Any, stream: Any) -> Iterator[Any]:
-    """Packets of a stream in decode order, and an empty one at the end, which makes its decoder give out what it holds."""
+    """Packets of a stream in decode order, and at the end an empty one that flushes its decoder."""
     try:
         yield from opened.demux(stream)
-    except (
-        IndexError
-    ):  # all are read: PyAV fails at the end of a transport stream where others have appeared meanwhile
+    except IndexError:
+        # All packets are read: PyAV fails at the end of a transport stream in which other streams appeared meanwhile.
         return
 
 
 @dataclass(slots=True)
 class VideoTable:
-    """Facts of the packets of a video in decode order. `key`: decoding may begin here; `shown` is False where an edit list or the
-    codec hides the frame, or where the file begins after what it is predicted from. `time_base`: seconds of a tick.
+    """The packets of a video in decode order. `time_base`: seconds per tick.
+
+    `key`: decoding may begin here. `shown` is False if an edit list or the codec hides the frame, or if the file begins after a frame
+    it is predicted from.
     """
 
     codec: str
@@ -302,11 +311,11 @@ class VideoTable:
 
     @property
     def num_frames(self) -> int:
-        """Frames a decoder will show."""
+        """Number of frames that a decoder will show."""
         return sum(self.shown)
 
     def presentation(self) -> list[int] | None:
-        """Timestamps of shown frames in presentation order; None when they are missing or not unique."""
+        """Timestamps of shown frames in presentation order; None if they are missing or not unique."""
         times = [t for t, shown in zip(self.pts, self.shown, strict=True) if shown]
         if any(t is None for t in times) or len(set(times)) != len(times):
             return None
@@ -314,8 +323,9 @@ class VideoTable:
 
 
 def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
-    """Demux every packet of a stream, decoding none; stops once more than `max_packets` were seen. AVI has packets in decode order and no
-    timestamps; what FFmpeg makes up for them is left out.
+    """Demux every packet of a stream without decoding; stops after more than `max_packets`.
+
+    AVI has packets in decode order and no timestamps; those that FFmpeg makes up are left out.
     """
     table = VideoTable(stream.codec_context.name, stream.time_base, [], [], [], 0)
     timed = opened.format.name != "avi"
@@ -333,7 +343,7 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
             or (vp8 and not bytes(memoryview(packet)[:1])[0] & 0x10)
         )
         table.pts.append(packet.pts if timed else None)
-        # With gradual refresh (H.264, D.2.8) containers mark pictures as key frames after which some more are needed.
+        # With gradual refresh (H.264, D.2.8) containers mark as key frames pictures that need some more after them.
         table.key.append(packet.is_keyframe and (not h264 or all(_intra_slices(bytes(packet), header))))
         table.shown.append(not hidden)
         table.last_duration = packet.duration or table.last_duration
@@ -343,45 +353,47 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
 
 
 class _Beginning:
-    """The first pictures of a file that was cut out of a longer one, as recordings of broadcasts are: decoders drop those before the first
-    key frame, with gradual refresh those until it is complete (ITU-T H.264, D.2.8), and of those shown earlier what is predicted from what
-    is missing (H.265, 8.1.3, RASL; H.262, 6.3.8, closed_gop).
+    """The first pictures of a file cut out of a longer one, as recordings of broadcasts are.
+
+    Decoders drop the pictures before the first key frame and, with gradual refresh, until it is complete (ITU-T H.264, D.2.8). They
+    also drop pictures that are shown before the first one and predicted from missing ones (H.265, 8.1.3, RASL; H.262, 6.3.8,
+    closed_gop).
     """
 
     def __init__(self, codec: Any) -> None:
         self._codec = codec.name
         self._header = bytes(codec.extradata or b"")
         self._over = self._codec not in ("h264", "hevc", "mpeg2video", "mpeg4")
-        self._begun = False
-        self._first_pts: int | None = None  # of the first picture that is shown
-        self._refreshing: int | None = 0  # reference pictures until then
+        self._has_begun = False
+        self._first_shown_pts: int | None = None
+        self._refreshing: int | None = 0  # reference pictures until the first shown one; None: it is reached
 
     def drops(self, packet: Any) -> bool:
-        """Whether the decoder drops this packet; called for each in decode order."""
+        """Whether the decoder drops this packet. Call it for every packet in decode order."""
         if self._over:
             return False
         picture = bytes(packet)
         units = self._units(picture)
-        if not self._begun:
+        if not self._has_begun:
             if not (packet.is_keyframe or any(self._is_key(unit) for unit in units)):
                 return True
-            self._begun = True
+            self._has_begun = True
             self._refreshing = _recovery_frames(units) if self._codec == "h264" else 0
         if self._refreshing is not None:
             return self._refreshes(units, packet.pts, picture)
-        if packet.pts is None or self._first_pts is None or packet.pts >= self._first_pts:
+        if packet.pts is None or self._first_shown_pts is None or packet.pts >= self._first_shown_pts:
             self._over = True
             return False
         return self._codec != "hevc" or any(unit[0] >> 1 & 63 in (8, 9) for unit in units)
 
     def _refreshes(self, units: list[bytes], pts: int | None, picture: bytes) -> bool:
-        """Whether this picture still is part of the refresh; else it is the first that is shown."""
+        """Whether this picture is still part of the refresh; otherwise it is the first shown one."""
         reference = self._codec != "h264" or any(unit[0] & 31 in (1, 5) and unit[0] & 0x60 for unit in units)
-        whole = self._codec == "h264" and any(self._is_key(unit) for unit in units)
-        if not whole and (self._refreshing or not reference):
+        is_key_picture = self._codec == "h264" and any(self._is_key(unit) for unit in units)
+        if not is_key_picture and (self._refreshing or not reference):
             self._refreshing = (self._refreshing or 0) - reference
             return True
-        self._refreshing, self._first_pts = None, pts
+        self._refreshing, self._first_shown_pts = None, pts
         self._over = self._codec == "mpeg2video" and _closed_gop(picture)
         return False
 
@@ -400,11 +412,11 @@ class _Beginning:
 
 
 def _recovery_frames(units: list[bytes]) -> int:
-    """Reference pictures of H.264 after which a gradual refresh is complete, by its recovery point message; 0 without one."""
+    """Reference pictures until a gradual refresh of H.264 is complete, by its recovery point message; 0 without one."""
     for unit in units:
         if unit[0] & 31 != 6:
             continue
-        messages, at = unit[1:].replace(b"\0\0\3", b"\0\0"), 0  # without emulation prevention (7.4.1)
+        messages, at = unit[1:].replace(b"\0\0\3", b"\0\0"), 0  # emulation prevention removed (7.4.1)
         while at < len(messages):
             kind, at = _sei_number(messages, at)
             size, at = _sei_number(messages, at)
@@ -416,7 +428,7 @@ def _recovery_frames(units: list[bytes]) -> int:
 
 
 def _sei_number(messages: bytes, at: int) -> tuple[int, int]:
-    """Type or size of a message (ITU-T H.264, 7.3.2.3.1), and where it ends."""
+    """Type or size of an SEI message (ITU-T H.264, 7.3.2.3.1), and the offset behind it."""
     value = 0
     while messages[at : at + 1] == b"\xff":
         value, at = value + 255, at + 1
@@ -429,7 +441,7 @@ def _closed_gop(picture: bytes) -> bool:
 
 
 def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
-    """Of each slice of a coded H.264 picture whether it is predicted from itself alone (ITU-T H.264, 7.3.3 and table 7-6)."""
+    """For each slice of a coded H.264 picture, whether it is predicted from itself alone (ITU-T H.264, 7.3.3 and table 7-6)."""
     for unit in islice(_nal_units(picture, header), MAX_NAL_UNITS):
         if unit and unit[0] & 0x1F in (1, 5):
             bits = "".join(f"{byte:08b}" for byte in unit[1:])
@@ -439,8 +451,10 @@ def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
 
 
 def _nal_units(picture: bytes, header: bytes, length_at: int = 4, most: int = 16) -> Iterator[bytes]:
-    """At most the first so many bytes of each NAL unit of a picture: behind lengths where the header is that of ISO/IEC 14496-15 (5.3.3 and 8.3.3),
-    which has their size at `length_at`, else behind start codes.
+    """The first bytes, at most `most`, of each NAL unit of a picture.
+
+    Units follow lengths if the header is that of ISO/IEC 14496-15 (5.3.3 and 8.3.3), which has the size of a length at `length_at`;
+    otherwise they follow start codes.
     """
     if header[:1] != b"\x01" or len(header) <= length_at:
         at = picture.find(b"\x00\x00\x01")
@@ -455,13 +469,13 @@ def _nal_units(picture: bytes, header: bytes, length_at: int = 4, most: int = 16
 
 
 def _exp_golomb(bits: str, at: int) -> tuple[int, int]:
-    """An unsigned Exp-Golomb code (ITU-T H.264, 9.1) and where it ends; -1 when the bits run out."""
-    one = bits.find("1", at)
-    end = 2 * one - at + 1
-    return (int(bits[one:end], 2) - 1, end) if one >= 0 and end <= len(bits) else (-1, len(bits))
+    """An unsigned Exp-Golomb code (ITU-T H.264, 9.1) and the offset behind it; -1 if the bits run out."""
+    first_one = bits.find("1", at)
+    end = 2 * first_one - at + 1
+    return (int(bits[first_one:end], 2) - 1, end) if first_one >= 0 and end <= len(bits) else (-1, len(bits))
 
 
-_ORIENTATIONS = {  # EXIF's number of a matrix (a b; c d) that maps the stored picture to the displayed one
+_ORIENTATIONS = {  # EXIF orientation by the matrix (a b; c d) that maps the stored picture to the displayed one
     (1, 0, 0, 1): 1,
     (-1, 0, 0, 1): 2,
     (-1, 0, 0, -1): 3,
@@ -474,7 +488,7 @@ _ORIENTATIONS = {  # EXIF's number of a matrix (a b; c d) that maps the stored p
 
 
 def track_orientation(data: bytes, container: str, track_id: int) -> int:
-    """How a player turns and mirrors the frames of an ISO base media file, as an EXIF orientation, from the track header's matrix.
+    """EXIF orientation in which a player shows the frames of an ISO base media file, from the track header's matrix.
 
     Source: ISO/IEC 14496-12, section 8.3.2. Other containers: 1.
     """
@@ -493,14 +507,14 @@ def track_orientation(data: bytes, container: str, track_id: int) -> int:
 
 
 def _direction(x: int, y: int) -> tuple[int, int]:
-    """The axis that a vector lies on to a degree, with its sign; (0, 0) for none."""
+    """The signed axis on which a vector lies within one degree; (0, 0) for none."""
     length = math.hypot(x, y) or 1
     axis = round(x / length), round(y / length)
     return axis if abs(x * axis[1] - y * axis[0]) < 0.0175 * length else (0, 0)
 
 
 def _boxes(data: bytes, start: int, end: int, kind: bytes) -> Iterator[tuple[int, int]]:
-    """Bodies [start, end) of the boxes of one kind directly inside a range; of one that is cut off, what is there, as FFmpeg reads it."""
+    """Bodies [start, end) of the boxes of one kind directly inside a range. A truncated body ends with the range, as in FFmpeg."""
     while start + 8 <= end:
         size, name = struct.unpack_from(">I4s", data, start)
         header = 8
@@ -517,13 +531,15 @@ def _boxes(data: bytes, start: int, end: int, kind: bytes) -> Iterator[tuple[int
 
 
 def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
-    """Mono samples of an audio stream at its own rate, from packet durations and the encoder's trimming marks; decodes none."""
+    """Count the mono samples of an audio stream at its own rate, from packet durations and the encoder's trimming marks.
+
+    Nothing is decoded.
+    """
     codec = stream.codec_context
     rate, base = codec.sample_rate, stream.time_base
     coarse = base * rate > 1  # durations are rounded to more than a sample (Matroska)
-    ogg_vorbis = (
-        codec.name == "vorbis" and not coarse
-    )  # its durations are trimmed, and its first packet has no samples (Vorbis I, 4.3.8)
+    # Its durations are trimmed already, and its first packet has no samples (Vorbis I, 4.3.8).
+    ogg_vorbis = codec.name == "vorbis" and not coarse
     total = ticks = skipped = count = 0
     first: int | None = None
     end = 0
@@ -544,7 +560,7 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
             skipped += sum(struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples"))))
         if codec.name in ("opus", "libopus"):
             total += opus_samples(bytes(memoryview(packet)[:2]))
-        elif (coarse or opened.format.name == "mpegts") and codec.frame_size:  # ticks of 90 kHz are cut off
+        elif (coarse or opened.format.name == "mpegts") and codec.frame_size:  # ticks of 90 kHz are truncated
             total += codec.frame_size
         else:
             ticks += packet.duration or 0
@@ -555,7 +571,7 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
 
 
 def wav_missing_bytes(data: bytes) -> int:
-    """Bytes of sound that a RIFF WAVE header announces and that are not there; 0 for streams of unknown length."""
+    """Missing bytes of the sound that a RIFF WAVE header announces; 0 for streams of unknown length."""
     at = 12
     while at + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, at)

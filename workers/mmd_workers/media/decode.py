@@ -1,6 +1,6 @@
-"""Pixels and samples out of bytes that `probe` has measured, in exactly the shapes it promised. Independent of policies and the model.
+"""Decodes the media that `probe` has measured, in exactly the shapes it promised. Independent of policies and the model.
 
-The functions run where they are called; bytes from outside belong into `sandbox.DecodePool`, which runs these same
+The functions run in the calling process; bytes from outside belong in `sandbox.DecodePool`, which runs these same
 functions in separate processes.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 AUDIO_SLACK_SECONDS = 0.1  # how far a container may misstate its length before it counts as broken
 DECODE_THREADS = 2
-LOUDEST = 1e6  # of a float: sums of louder samples may leave the range of float32 in the resampler
+LOUDEST = 1e6  # limit of float samples: sums of louder ones may leave the range of float32 in the resampler
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -54,10 +54,10 @@ def video_shape(info: MediumInfo, frame_indices: Sequence[int]) -> tuple[int, in
 
 
 def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | None = None) -> DecodedImage:
-    """First frame of an image, or a page of a document, as RGB, uint8 [height, width, 3], written to `out` when given.
+    """Decode the first frame of an image, or a page of a document, to RGB, uint8 [height, width, 3], in `out` if given.
 
     Raises:
-        BadMediaError: broken or cut off data, or another size than the header said.
+        BadMediaError: the data is broken or truncated, or has another size than the header declares.
     """
     if info.page:
         out = np.empty(image_shape(info), np.uint8) if out is None else out
@@ -66,7 +66,7 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
     image: Image.Image = containers.open_image(data, info.container)
     turn = None if info.container == "tiff" else _TURNS.get(containers.orientation(image, data))
     try:
-        image.load()  # and turns a TIFF
+        image.load()  # also turns a TIFF
         rgb = _rgb(image)
     except containers.BROKEN_IMAGE as error:
         raise BadMediaError(
@@ -85,8 +85,9 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Transparency is dropped; of 12 and 16 bits the upper 8 count, also of grey, which Pillow would cut off at 255, and of a TIFF in which 0 is
-    white it would make a negative.
+    """Convert to 8-bit RGB. Transparency is dropped, and of 12 and 16 bits the upper 8 count.
+
+    This includes grey: Pillow would cut it off at 255, and make a negative of a TIFF in which 0 is white.
     """
     if image.mode.startswith("I;16"):
         tags = getattr(image, "tag_v2", {})
@@ -102,13 +103,13 @@ def decode_video(
     frame_indices: Sequence[int],
     out: npt.NDArray[np.uint8] | None = None,
 ) -> DecodedVideo:
-    """Frames by index in presentation order as RGB, uint8 [frames, height, width, 3], written to `out` when given.
+    """Decode frames by index in presentation order to RGB, uint8 [frames, height, width, 3], in `out` if given.
 
-    When timestamps allow it and that saves work, runs of pictures without a wanted frame are skipped, and in H.264 pictures that no
-    other is predicted from (`nal_ref_idc` 0; ITU-T H.264, 7.4.1); one scan otherwise. The pixels are the same either way.
+    If timestamps allow it and it saves work, runs of pictures without a requested frame are skipped, and in H.264 also pictures that
+    no other is predicted from (`nal_ref_idc` 0; ITU-T H.264, 7.4.1). Otherwise there is one scan. The pixels are the same either way.
 
     Raises:
-        BadMediaError: broken data, another frame size than promised, or more than the last frame is missing.
+        BadMediaError: the data is broken, a frame has another size than promised, or more than the last frame is missing.
     """
     if not frame_indices or min(frame_indices) < 0 or max(frame_indices) >= info.num_frames:
         raise BadMediaError(
@@ -128,22 +129,24 @@ def decode_video(
 
 
 class Sink(Protocol):
-    """Takes decoded frames by index, in any order. `missing`: those that it still needs."""
+    """Takes decoded frames by index, in any order. `missing`: the indices it still needs."""
 
     missing: set[int]
 
     def put(self, index: int, frame: Any) -> None:
-        """Take a frame, which may be one that it does not need."""
+        """Take a frame, needed or not."""
 
 
 def deliver(
     data: bytes, info: MediumInfo, table: containers.VideoTable, sink: Sink, most_scanned: int | None = None
 ) -> None:
-    """Decode until `sink` has every frame that it needs. Of H.264 what lies between is skipped where no other is predicted from it. Frames that do not
-    come where the container has them are looked for from the beginning, among `most_scanned` pictures at most (None: among all).
+    """Decode until `sink` has every frame that it needs.
+
+    In H.264, pictures in between are skipped if no other is predicted from them. Frames that do not come where the container has them
+    are searched for from the beginning, among at most `most_scanned` pictures (None: among all).
 
     Raises:
-        BadMediaError: broken data, more than the last frame is missing, or it would take more pictures.
+        BadMediaError: the data is broken, more than the last frame is missing, or the search would take more pictures.
     """
     if not _decode_needed(data, info, table, sink):
         if most_scanned is not None and max(sink.missing) >= most_scanned:
@@ -154,7 +157,7 @@ def deliver(
 
 
 def pictures_decoded(info: MediumInfo, table: containers.VideoTable, wanted: Sequence[int]) -> int:
-    """How many pictures `deliver` would decode at most for these frames."""
+    """The most pictures that `deliver` would decode for these frames."""
     times = table.presentation()
     if times is None or len(times) != info.num_frames:
         return max(wanted) + 1
@@ -163,7 +166,7 @@ def pictures_decoded(info: MediumInfo, table: containers.VideoTable, wanted: Seq
 
 
 class _FrameWriter:
-    """Puts frames, turned as a player would, into their places of the output."""
+    """Writes frames, turned as a player would, to their places in the output."""
 
     def __init__(
         self,
@@ -198,14 +201,15 @@ class _FrameWriter:
 
 
 def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, writer: Sink) -> bool:
-    """Decode only from a key frame up to the last frame wanted of its run, and of H.264 of what lies between only what others are
-    predicted from. False: not possible or not worth it.
+    """Decode each run from its key frame to its last needed frame; False if not possible or not worth it.
+
+    In H.264, pictures in between are decoded only if others are predicted from them.
     """
     times = table.presentation()
     if times is None or len(times) != info.num_frames:
         return False
-    wanted = {times[index]: index for index in writer.missing}
-    runs = _runs(table, set(wanted))
+    needed = {times[index]: index for index in writer.missing}
+    runs = _runs(table, set(needed))
     last = max(end for _, end in runs) if runs else 0
     skips = table.codec == "h264"
     if not runs or (not skips and sum(end - start + 1 for start, end in runs) > 0.75 * (last + 1)):
@@ -224,14 +228,14 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
             if number < run[0]:
                 continue
             if skips:
-                decoder.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
+                decoder.skip_frame = "DEFAULT" if packet.pts in needed else "NONREF"
             frames = list(decoder.decode(packet))
             if number == run[1]:
                 frames += decoder.decode(None)
                 decoder.flush_buffers()
             for frame in frames:
-                if frame.pts in wanted:
-                    writer.put(wanted[frame.pts], frame)
+                if frame.pts in needed:
+                    writer.put(needed[frame.pts], frame)
             if number == run[1]:
                 following = next(todo, None)
                 if following is None:
@@ -240,14 +244,14 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
     return not writer.missing
 
 
-def _runs(table: containers.VideoTable, wanted: set[int]) -> list[tuple[int, int]]:
-    """Packet ranges [first, last] that hold the wanted timestamps, each starting at a key frame shown no later than they are."""
+def _runs(table: containers.VideoTable, needed: set[int]) -> list[tuple[int, int]]:
+    """Packet ranges [first, last] with the needed timestamps, each starting at a key frame shown no later than they are."""
     keys = sorted(
         (t, n) for n, (t, key) in enumerate(zip(table.pts, table.key, strict=True)) if key and t is not None
     )
     runs: dict[int, int] = {}
     for number, (time, shown) in enumerate(zip(table.pts, table.shown, strict=True)):
-        if not shown or time is None or time not in wanted:
+        if not shown or time is None or time not in needed:
             continue
         at = bisect.bisect_right(keys, (time, number)) - 1
         if at < 0 or keys[at][1] > number:
@@ -264,25 +268,25 @@ def _runs(table: containers.VideoTable, wanted: set[int]) -> list[tuple[int, int
 
 
 def _decode_scan(data: bytes, info: MediumInfo, writer: Sink) -> None:
-    """Decode from the start and count, up to the last frame wanted."""
+    """Decode from the start, counting frames, up to the last needed one."""
     seen = 0
     newest = max(writer.missing)
-    held: Any = None
+    last_frame: Any = None
     for frame in _frames(data, info):
         writer.put(seen, frame)
         seen += 1
-        held = frame
+        last_frame = frame
         if seen > newest:
             break
     if not writer.missing:
         return
     lost = info.num_frames - seen
-    if held is None or lost > 1 or writer.missing != {seen}:
+    if last_frame is None or lost > 1 or writer.missing != {seen}:
         raise BadMediaError(
             f"the container declares {info.num_frames} frames, but only {seen} can be decoded; send a complete, valid file"
         )
     log.warning("video %s ends one frame early; its last frame is repeated", info.digest[:12])
-    writer.put(seen, held)
+    writer.put(seen, last_frame)
 
 
 def _frames(data: bytes, info: MediumInfo) -> Iterator[Any]:
@@ -300,22 +304,22 @@ def decode_audio(
     num_samples: int,
     out: npt.NDArray[np.float32] | None = None,
 ) -> DecodedAudio:
-    """Mono waveform, float32 [num_samples] in [-1, 1] at `sample_rate_hz`, written to `out` when given.
+    """Decode to a mono waveform, float32 [num_samples] in [-1, 1] at `sample_rate_hz`, in `out` if given.
 
     Channels are mixed (`_mono`), the source is trimmed or padded to `info.num_samples`, resampled with soxr (HQ), then cut or
     padded with silence to `num_samples`.
 
     Raises:
-        BadMediaError: broken data, or noticeably fewer samples than the packets announced.
+        BadMediaError: the data is broken, or has noticeably fewer samples than its packets announced.
     """
     source = _source_waveform(data, info)
     if sample_rate_hz != info.sample_rate_hz:
         source = soxr.resample(source, info.sample_rate_hz, sample_rate_hz)
     if out is None:
         out = np.empty(num_samples, np.float32)
-    kept = min(len(source), num_samples)
-    np.clip(source[:kept], -1.0, 1.0, out=out[:kept])
-    out[kept:] = 0
+    copied = min(len(source), num_samples)
+    np.clip(source[:copied], -1.0, 1.0, out=out[:copied])
+    out[copied:] = 0
     return DecodedAudio(out, sample_rate_hz)
 
 
@@ -326,7 +330,7 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
     with containers.open_av(data, info.container) as opened:
         stream = containers.audio_stream(opened)
         stream.codec_context.thread_count = 1
-        to_float = av.AudioResampler(format="flt")  # of planes PyAV reads eight, and then other memory
+        to_float = av.AudioResampler(format="flt")  # PyAV reads only eight planes, and then other memory
         frames = (frame for packet in containers.packets(opened, stream) for frame in packet.decode())
         first = ""
         for frame in frames:
@@ -342,9 +346,9 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
             for packed in to_float.resample(frame):
                 channels = [channel.name for channel in packed.layout.channels]
                 mono = _mono(packed.to_ndarray().reshape(-1, len(channels)).T, channels)
-                kept = min(len(mono), info.num_samples - filled)
-                waveform[filled : filled + kept] = mono[:kept]
-                filled += kept
+                copied = min(len(mono), info.num_samples - filled)
+                waveform[filled : filled + copied] = mono[:copied]
+                filled += copied
     if info.num_samples - filled > AUDIO_SLACK_SECONDS * info.sample_rate_hz + 0.02 * info.num_samples:
         raise BadMediaError(
             f"the container declares {info.num_samples} samples, but only {filled} can be decoded; send a complete, valid file"
@@ -354,8 +358,9 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
 
 
 def _mono(planes: npt.NDArray[np.float32], channels: list[str]) -> npt.NDArray[np.float32]:
-    """One channel of [channels, samples]: the mean of two; more are weighed as FFmpeg weighs them, which favours the centre, where speech
-    is, and leaves out low-frequency effects.
+    """Mix [channels, samples] to one channel. Two are averaged; more are weighted as FFmpeg weights them.
+
+    That favours the centre, where speech is, and leaves out low-frequency effects.
     """
     mono: npt.NDArray[np.float32]
     if len(planes) <= 2:

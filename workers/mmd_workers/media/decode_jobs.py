@@ -1,4 +1,4 @@
-"""What a decode process does with a job: map the bytes, probe or decode them, write the result. Independent of sockets and limits."""
+"""The jobs of a decode process: map the bytes, probe or decode them, write the result. Independent of sockets and limits."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from mmd_workers.media.probe import probe, probe_pages
 
 
 def load() -> None:
-    """Load what the libraries load when they are first used: afterwards no file can be opened."""
+    """Load everything that the libraries would load on first use: later no file can be opened."""
     Image.init()
     for module in pkgutil.walk_packages(av.__path__, "av."):
         if not module.name.startswith(("av.__main__", "av.datasets")):
             importlib.import_module(module.name)
-    for name in ("ascii", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "cp1252"):  # of metadata
-        importlib.import_module(f"encodings.{name}")
+    for metadata_encoding in ("ascii", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "cp1252"):
+        importlib.import_module(f"encodings.{metadata_encoding}")
 
 
 def serve(job: dict[str, Any], source: int, result: int) -> dict[str, Any]:
-    """Do a job; `source` and `result` are shared memory. Raises BadMediaError."""
+    """Do a job; `source` and `result` are descriptors of shared memory. Raises BadMediaError."""
     with mmap.mmap(source, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ) as mapped:
         data = bytes(mapped)
     if job["kind"] == "probe":
         limits: Any = _limits(job["policy"])
-        known, page, of_video = job["digest"], job["page"], job["of_video"]
-        return {"info": asdict(probe(data, job["modality"], limits, known, page, of_video))}
+        known_digest, page, of_video = job["digest"], job["page"], job["of_video"]
+        return {"info": asdict(probe(data, job["modality"], limits, known_digest, page, of_video))}
     if job["kind"] == "pages":
         policy: Any = _limits(job["policy"])
         infos = probe_pages(data, job["pages"], job["most"], policy)
         return {"pages": [(info.page, info.width, info.height) for info in infos]}
     info = MediumInfo(**job["info"])
     if job["kind"] == "frames":
-        found = find_frames(data, info, job["sampling"], job["timestamps"])
-        pairs = [[[one.index, one.nominal] for one in some] for some in (found.frames, found.spare)]
+        search = find_frames(data, info, job["sampling"], job["timestamps"])
+        pairs = [[[frame.index, frame.nominal] for frame in group] for group in (search.frames, search.spare)]
         return {"frames": pairs[0], "spare": pairs[1]}
-    # Memory of an earlier result: its pages are mapped at once, and not by a fault each.
+    # Memory of an earlier result has pages, which are mapped at once instead of by a fault each.
     populate = mmap.MAP_POPULATE if os.fstat(result).st_blocks else 0
     buffer = mmap.mmap(result, job["result_bytes"], flags=mmap.MAP_SHARED | populate)
     if job["kind"] == "image":

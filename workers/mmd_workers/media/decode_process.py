@@ -1,5 +1,6 @@
-"""One decode process: takes a medium and a result buffer as file descriptors, fills the buffer, sends one message. Started by
-`sandbox.DecodePool` alone; it has no secret, no environment, and after its start no file and no network.
+"""One decode process: takes a medium and a result buffer as file descriptors, fills the buffer, sends one message.
+
+Only `sandbox.DecodePool` starts it. It has no secret and no environment, and after its start no file and no network.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _limit(memory_bytes: int) -> None:
-    """Address space: what the idle process maps plus `memory_bytes`. No file may grow, no core is written."""
+    """Limit the address space to that of the idle process plus `memory_bytes`. No file may grow, no core is written."""
     with open("/proc/self/statm") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, mapped + memory_bytes))
@@ -73,14 +74,14 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """An unexpected error and the last lines of code that it came through."""
+    """An unexpected error with the last lines of code it passed through."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     path = " > ".join(f"{os.path.basename(f.filename)}:{f.lineno}" for f in frames)
     return f"{type(error).__name__}: {error} ({path})"[:1000]
 
 
 def _silence() -> None:
-    """Discard all output from now on: media must not write to the worker's log. Its /dev/null is stdout already."""
+    """Discard all output from now on: media must not write to the worker's log. Stdout is /dev/null already."""
     sys.stderr.flush()
     os.dup2(1, 2)
 

@@ -1,7 +1,7 @@
-"""Pages of a PDF as images. PDFium opens it, and only in the sandbox: it executes no script, follows no link and opens no embedded file.
+"""Pages of a PDF as images. PDFium opens it, only in the sandbox: no script runs, no link is followed, no embedded file is opened.
 
-A page is an image like any other: its size follows from its box and the policy's dots per inch, and is known before it is rendered. Independent
-of the model and the network.
+A page is an image like any other. Its size follows from its box and the policy's dots per inch, and is known before it is
+rendered. Independent of the model and the network.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from mmd_api.spec.media import MediaPolicy
 
 POINTS_PER_INCH = 72
-MAX_DOCUMENT_PAGES = 100_000  # that may be chosen from
+MAX_DOCUMENT_PAGES = 100_000  # limit of pages to choose from
 _WHITE = 0xFFFFFFFF
 _FLAGS = pdfium.FPDF_ANNOT | pdfium.FPDF_REVERSE_BYTE_ORDER
 _FIELD = "spec.gateway.media"
 
 
 def page_sizes(data: bytes, pages: str, most: int, policy: MediaPolicy) -> list[tuple[int, int, int]]:
-    """Number, width and height in pixels of the chosen pages (`selected`), which are `most` at most.
+    """Number, width and height in pixels of the chosen pages (see `selected`), at most `most`.
 
     Raises:
-        BadMediaError: no PDF that can be read, no such page, too many, or one that is too large.
+        BadMediaError: the PDF cannot be read, a page does not exist or is too large, or too many are chosen.
     """
     with _opened(data) as document:
         numbers = selected(pages, len(document), min(most, policy.document.max_pages))
@@ -49,10 +49,10 @@ def page_size(data: bytes, number: int, policy: MediaPolicy) -> tuple[int, int]:
 
 
 def render(data: bytes, number: int, out: npt.NDArray[np.uint8]) -> None:
-    """A page on white, as RGB, uint8 [height, width, 3].
+    """Render a page on white to `out`, as RGB, uint8 [height, width, 3].
 
     Raises:
-        BadMediaError: it cannot be read.
+        BadMediaError: the page cannot be read.
     """
     height, width, _ = out.shape
     with _opened(data) as document:
@@ -73,10 +73,10 @@ def render(data: bytes, number: int, out: npt.NDArray[np.uint8]) -> None:
 
 
 def selected(pages: str, count: int, most: int) -> list[int]:
-    """The pages that a text such as `1-3,7,10-` names, of a document with `count` of them; empty: all.
+    """The pages named by a text such as `1-3,7,10-`, in a document with `count` pages; empty: all.
 
     Raises:
-        BadMediaError: they are not in ascending order, do not exist, or are more than `most`.
+        BadMediaError: the pages are not in ascending order, do not exist, or are more than `most`.
     """
     numbers: list[int] = []
     last = 0
@@ -108,9 +108,8 @@ def _opened(data: bytes) -> Iterator[pypdfium2.PdfDocument]:
     try:
         document = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
-        if (
-            error.err_code == pdfium.FPDF_ERR_PASSWORD and b"/Encrypt" in data
-        ):  # the code may be that of another document
+        # The code may come from another document.
+        if error.err_code == pdfium.FPDF_ERR_PASSWORD and b"/Encrypt" in data:
             raise BadMediaError(
                 "the document needs a password; remove its encryption (qpdf --decrypt) and send it again"
             ) from error

@@ -1,7 +1,7 @@
-"""Bytes of a medium from a data URL or over HTTP, from addresses that anyone may reach. Knows the policy, nothing of media.
+"""Fetches the bytes of a medium from a data URL, or over HTTP from public addresses. Knows the policy, nothing of media.
 
-An address is resolved once and the connection goes to the very address that was checked, so a name that changes its mind
-between check and use (DNS rebinding) gains nothing; every redirect is checked as if it were the first URL.
+A host is resolved once and the connection goes to the very address that was checked, so a name that changes between check and
+use (DNS rebinding) gains nothing. Every redirect is checked as if it were the first URL.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mmd_workers.media.probe import FIELD
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 8192
 MAX_ADDRESSES_TRIED = 4
-PIECE_CHARACTERS = 1 << 20  # of a data URL, decoded at a time: a few milliseconds
+PIECE_CHARACTERS = 1 << 20  # part of a data URL decoded at a time, in a few milliseconds
 RESERVE_STEP_BYTES = 1 << 20
 PUBLIC_PORTS = (80, 443)
 _METADATA = frozenset(
     ipaddress.ip_address(address)
     for address in (
-        "168.63.129.16",  # Azure's wire server, the one that is in the public range
+        "168.63.129.16",  # Azure's wire server, the only one in the public range
         "169.254.169.254",  # nearly all clouds
         "169.254.170.2",  # Amazon ECS
         "169.254.0.23",  # Tencent
@@ -43,7 +43,7 @@ _METADATA = frozenset(
         "fd20:ce::254",  # Google
     )
 )
-"""Where clouds serve metadata to their machines, secrets included. Most are not public anyway."""
+"""Addresses at which clouds serve metadata to their machines, secrets included. Most are not public anyway."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _BAD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
@@ -52,13 +52,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 async def fetch(url: str, policy: MediaPolicy, kind: MediumKind, reserve: Reserve) -> bytes:
-    """Bytes behind a `data:`, `http:` or `https:` URL, never more than the `maxBytes` of its kind.
+    """Fetch the bytes behind a `data:`, `http:` or `https:` URL, never more than the `maxBytes` of its kind.
 
-    A download calls `reserve(more_bytes)` before it holds more; the time that this takes does not count against the deadline, and
-    what it raises ends the download.
+    A download calls `reserve(more_bytes)` before it holds more. The time this takes does not count against the deadline, and an
+    error from it ends the download.
 
     Raises:
-        FetchError: malformed or refused URL or address, status, size or time; names the field that decides.
+        FetchError: malformed or refused URL or address, status, size or time; the message names the field that decides.
         OverloadedError: too many host names are being resolved.
     """
     limit = int(getattr(policy, kind).max_bytes)
@@ -78,7 +78,7 @@ async def fetch(url: str, policy: MediaPolicy, kind: MediumKind, reserve: Reserv
 
 
 def _data_url(url: str, limit: int, field: str) -> bytes:
-    """Text is taken in pieces: work on one piece keeps the event loop's thread waiting, work on the next may come after it."""
+    """Decode a data URL in pieces: each keeps the event loop's thread waiting, which may run before the next."""
     begin = url.find(",", 0, MAX_URL_CHARACTERS) + 1
     if not begin:
         raise FetchError("the data URL has no comma; use the form data:<type>;base64,<data>")
@@ -105,7 +105,7 @@ def _data_url(url: str, limit: int, field: str) -> bytes:
 
 
 def _pieces(url: str, begin: int) -> Iterator[str]:
-    """What follows `begin`, cut at multiples of four characters and not inside of %xx."""
+    """Cut the text from `begin` on at multiples of four characters, and not inside %xx."""
     while begin < len(url):
         end = begin + PIECE_CHARACTERS
         escape = url.rfind("%", end - 2, end) if end < len(url) else -1
@@ -115,7 +115,7 @@ def _pieces(url: str, begin: int) -> Iterator[str]:
 
 
 def _unquoted(text: str) -> bytes:
-    """The bytes of percent encoding; quoted-printable is the same with another mark, and decoded in C."""
+    """Decode percent encoding as quoted-printable, which differs only in its escape character and is decoded in C."""
     if not text.isascii() or _BAD_PERCENT.search(text):
         raise FetchError("the data URL is not valid percent encoding; encode the file's bytes again")
     return binascii.a2b_qp(text.replace("=", "=3D").replace("%", "="))
@@ -130,22 +130,22 @@ def _off_the_clock(clock: asyncio.Timeout, reserve: Reserve) -> Reserve:
 
     async def wait(num_bytes: int) -> None:
         now = asyncio.get_running_loop().time
-        left = (clock.when() or now()) - now()
+        remaining = (clock.when() or now()) - now()
         clock.reschedule(None)
         await reserve(num_bytes)
-        clock.reschedule(now() + left)
+        clock.reschedule(now() + remaining)
 
     return wait
 
 
 @cache
 def _authorities() -> ssl.SSLContext:
-    """The certificate authorities that downloads trust. To read them takes 30 ms, in which the event loop would serve nobody."""
+    """Certificate authorities trusted by downloads. Reading them takes 30 ms, in which the event loop would serve nobody."""
     return httpx.create_ssl_context(trust_env=False)
 
 
 async def _download(url: str, policy: MediaPolicy, limit: int, field: str, reserve: Reserve) -> bytes:
-    # No proxy, cookie, netrc or other setting of the environment may change where this goes.
+    # No proxy, cookie, netrc or other setting of the environment may change where the request goes.
     timeout = httpx.Timeout(policy.fetch_timeout_seconds)
     client = httpx.AsyncClient(
         trust_env=False, follow_redirects=False, timeout=timeout, verify=_authorities()
@@ -209,10 +209,10 @@ def _port(target: httpx.URL) -> int:
 async def _checked_addresses(target: httpx.URL, policy: MediaPolicy) -> list[Address]:
     """Addresses of a host; all of them must be public, or the host is refused."""
     try:
-        found = await lookup(target.host, _port(target))
+        entries = await lookup(target.host, _port(target))
     except (OSError, UnicodeError) as error:
         raise FetchError(f"the host {target.host[:253]} cannot be resolved; check the URL") from error
-    addresses = list(dict.fromkeys(ipaddress.ip_address(entry.partition("%")[0]) for entry in found))
+    addresses = list(dict.fromkeys(ipaddress.ip_address(entry.partition("%")[0]) for entry in entries))
     if not policy.allow_private_addresses:
         for address in addresses:
             if not is_public(address):
@@ -224,7 +224,7 @@ async def _checked_addresses(target: httpx.URL, policy: MediaPolicy) -> list[Add
 
 
 def is_public(address: Address) -> bool:
-    """Whether anyone on the internet could reach it: global unicast, also when wrapped in IPv6 (mapped, 6to4, Teredo, NAT64)."""
+    """Whether anyone on the internet could reach an address: global unicast, also wrapped in IPv6 (mapped, 6to4, Teredo, NAT64)."""
     if isinstance(address, ipaddress.IPv6Address):
         inner: list[Address] = [
             a for a in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())) if a
@@ -278,7 +278,7 @@ async def _read(response: httpx.Response, limit: int, field: str, reserve: Reser
     size = int(announced[:19]) if announced.isdecimal() else limit
     if size > limit:
         raise _too_large(limit, field)
-    received, room = io.BytesIO(), 0  # whose value is no copy
+    received, room = io.BytesIO(), 0  # a BytesIO returns its value without a copy
     async for chunk in response.aiter_raw():
         after = received.tell() + len(chunk)
         if after > limit:

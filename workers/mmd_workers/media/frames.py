@@ -1,7 +1,7 @@
-"""Which frames of a video are its key frames, begin its scenes or are shown at given seconds. Independent of policies and the model.
+"""Finds the frames of a video that are key frames, begin scenes, or are shown at given seconds. Independent of policies and the model.
 
-Bytes from outside belong into `sandbox.DecodePool.find_frames`. What a scene change costs is bounded by the number of looks and of pixels
-decoded for them, not by the clock: the same file has the same scenes on every machine.
+Bytes from outside belong in `sandbox.DecodePool.find_frames`. The cost of scene changes is bounded by the number of looks and of
+pixels decoded for them, not by the clock: the same file has the same scenes on every machine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from mmd_workers.media import containers, decode
 from mmd_workers.media.choice import FoundFrame, FoundFrames, FrameSampling, thinned
 from mmd_workers.media.medium import MediumInfo
 
-MAX_FOUND = 4096  # what the resource allows of a video
+MAX_FOUND = 4096  # the most frames of a video that the resource allows
 SPARE_FRAMES = 16
 MAX_LOOKS = 200
 LOOK_SIDE = 64  # pixels
-MOVEMENTS = 8  # by which a scene change exceeds what usually changes from look to look; docs/media-mechanism.md explains these three
-LEAST_CHANGE, MOST_CHANGE = 2.0, 30.0  # mean difference of brightness, of 255
-MAX_DECODED_PIXELS = 1 << 30  # of all pictures that are decoded to look at some
-TOLERANCE_SECONDS = 0.001  # by which a timestamp may precede its frame, as one that was rounded does
+# docs/media-mechanism.md explains the next three.
+MOVEMENTS = 8  # a scene change is this many times the usual change from look to look
+LEAST_CHANGE, MOST_CHANGE = 2.0, 30.0  # mean difference of brightness, out of 255
+MAX_DECODED_PIXELS = 1 << 30  # total of all pictures decoded to look at some
+TOLERANCE_SECONDS = 0.001  # a rounded timestamp may precede its frame by this much
 
 
 def find_frames(
@@ -36,10 +37,10 @@ def find_frames(
     sampling: FrameSampling | None = None,
     timestamps: Sequence[float] | None = None,
 ) -> FoundFrames:
-    """The frames of a video at these seconds after its first one, or else by `sampling`, in order and once each.
+    """Find the frames of a video at these seconds after its first one, or else by `sampling`, in order and once each.
 
     Raises:
-        BadMediaError: it cannot be decoded, or only at a cost beyond the limit.
+        BadMediaError: the video cannot be decoded, or only at a cost beyond the limit.
     """
     with containers.open_av(data, info.container, packets_only=True) as opened:
         table = containers.video_table(opened, containers.video_stream(opened), 2 * info.num_frames + 1024)
@@ -59,7 +60,7 @@ def find_frames(
 
 
 class _Clock:
-    """Frames of a video by time. Those without timestamps, as all of AVI, count as shown at a constant rate in the order of their packets."""
+    """Frames of a video by time. Without timestamps, as in AVI, they count as shown at a constant rate in packet order."""
 
     def __init__(self, table: containers.VideoTable, info: MediumInfo) -> None:
         self._info = info
@@ -74,14 +75,14 @@ class _Clock:
         self.key_frames = sorted(keys)
 
     def shown_at(self, seconds: float) -> int:
-        """The frame that a player shows this long after the first one; the last one after the end."""
+        """The index of the frame that a player shows this long after the first one; after the end, the last one."""
         seconds += TOLERANCE_SECONDS
         if self._times is None:
             return min(self._info.num_frames - 1, int(seconds * self._info.fps))
         return bisect.bisect_right(self._times, self._times[0] + seconds / self._tick_seconds) - 1
 
     def frame(self, index: int) -> FoundFrame:
-        """The frame of this index."""
+        """The frame with this index."""
         if self._times is None:
             return FoundFrame(index, index)
         seconds = (self._times[index] - self._times[0]) * self._tick_seconds
@@ -93,8 +94,9 @@ def _evenly(num_frames: int, count: int) -> list[int]:
 
 
 def _scene_changes(data: bytes, info: MediumInfo, table: containers.VideoTable, clock: _Clock) -> list[int]:
-    """The first frame, and of some over the whole video each that differs from the last one chosen. A video that is too large to be decoded for
-    them is looked at where it has key frames, which encoders put where scenes change, too.
+    """The first frame, and each of some frames over the whole video that differs from the last one chosen.
+
+    If decoding these would cost too much, the key frames are looked at, which encoders also put where scenes change.
     """
     looks, most = _evenly(info.num_frames, MAX_LOOKS), MAX_DECODED_PIXELS // (info.width * info.height)
     if decode.pictures_decoded(info, table, looks) > most:
@@ -108,7 +110,8 @@ def _scene_changes(data: bytes, info: MediumInfo, table: containers.VideoTable, 
             )
     views = _Views(looks)
     decode.deliver(data, info, table, views, most_scanned=most)
-    usual = median([views.difference(*pair) for pair in pairwise(looks)] or [0.0])  # NumPy's loads a module
+    # NumPy's median would load a module.
+    usual = median([views.difference(*pair) for pair in pairwise(looks)] or [0.0])
     change = min(MOST_CHANGE, max(LEAST_CHANGE, MOVEMENTS * usual))
     chosen = looks[:1]
     for look in looks[1:]:
@@ -122,15 +125,15 @@ class _Views:
 
     def __init__(self, looks: Sequence[int]) -> None:
         self.missing = set(looks)
-        self._seen: dict[int, npt.NDArray[np.int16]] = {}
+        self._pictures: dict[int, npt.NDArray[np.int16]] = {}
 
     def put(self, index: int, frame: Any) -> None:
-        """Keep a view of a frame that is missing."""
+        """Keep a view of a frame if it is missing."""
         if index in self.missing:
             small = frame.reformat(LOOK_SIDE, LOOK_SIDE, "gray", interpolation="AREA")
-            self._seen[index] = small.to_ndarray().astype(np.int16)
+            self._pictures[index] = small.to_ndarray().astype(np.int16)
             self.missing.discard(index)
 
-    def difference(self, one: int, other: int) -> float:
-        """Mean difference of brightness of two frames that were looked at."""
-        return float(np.abs(self._seen[one] - self._seen[other]).mean())
+    def difference(self, first: int, second: int) -> float:
+        """Mean difference of brightness between two frames that were looked at."""
+        return float(np.abs(self._pictures[first] - self._pictures[second]).mean())

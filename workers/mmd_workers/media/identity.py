@@ -1,4 +1,4 @@
-"""The one place that derives identities of media and features. Independent of what is inside them."""
+"""Derives the identities of media and features; no other module does. Independent of their content."""
 
 from __future__ import annotations
 

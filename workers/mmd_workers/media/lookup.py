@@ -1,5 +1,7 @@
-"""Host names to addresses, each lookup in a dedicated thread: clients choose the names, and a name server that does not answer
-must not hold up the event loop's own lookups, which reconnect this process. Independent of URLs and policies.
+"""Resolves host names to addresses, each lookup in a dedicated thread. Independent of URLs and policies.
+
+Clients choose the names, and an unresponsive name server must not hold up the event loop's own lookups, which reconnect this
+process.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from concurrent.futures import Future
 from mmd_api.contract.errors import OverloadedError
 
 MAX_LOOKUPS = 64
-"""Lookups in flight at once. An abandoned one counts until the system's resolver gives it up."""
+"""Lookups in flight at once. An abandoned lookup counts until the system's resolver gives it up."""
 MAX_WAITING = 1024
-"""Lookups that may wait for one of those to end."""
+"""Lookups that may wait for another to end."""
 Target = tuple[str, int]
 
 _lock = threading.Lock()
@@ -24,24 +26,26 @@ _waiting: OrderedDict[Future[None], None] = OrderedDict()
 
 
 async def lookup(host: str, port: int) -> list[str]:
-    """The addresses of a host, for TCP. Waits, without its own deadline, while too many lookups are in flight; those of one host
-    and port are made once.
+    """Look up the addresses of a host, for TCP.
+
+    Waits, without a deadline of its own, while too many lookups are in flight. Concurrent lookups of one host and port are made
+    once.
 
     Raises:
-        OSError, UnicodeError: the name has none.
-        OverloadedError: too many wait already.
+        OSError, UnicodeError: the name has no address.
+        OverloadedError: too many lookups wait already.
     """
     target = (host, port)
     woken = False
     while True:
         turn: Future[None] = Future()
         with _lock:
-            found = _under_way.get(target)
-            if found is not None:
+            addresses = _under_way.get(target)
+            if addresses is not None:
                 if woken:
-                    _wake_next()  # the place that has become free is not needed here
+                    _wake_next()  # the free place is not needed here
             elif len(_under_way) < MAX_LOOKUPS:
-                found = _begun(target)
+                addresses = _begun(target)
             elif len(_waiting) < MAX_WAITING:
                 _waiting[turn] = None
             else:
@@ -49,8 +53,8 @@ async def lookup(host: str, port: int) -> list[str]:
                     f"{MAX_LOOKUPS} host names are being resolved and {MAX_WAITING} more are waiting; retry later, or send the file as a "
                     "data URL; if this persists, check the cluster's DNS"
                 )
-        if found is not None:
-            return await asyncio.wrap_future(found)
+        if addresses is not None:
+            return await asyncio.wrap_future(addresses)
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
@@ -62,26 +66,26 @@ async def lookup(host: str, port: int) -> list[str]:
 
 
 def _begun(target: Target) -> Future[list[str]]:
-    found: Future[list[str]] = Future()
-    found.set_running_or_notify_cancel()  # a lookup cannot be stopped
-    thread = threading.Thread(target=_resolve, args=(target, found), name="lookup", daemon=True)
+    addresses: Future[list[str]] = Future()
+    addresses.set_running_or_notify_cancel()  # a lookup cannot be stopped
+    thread = threading.Thread(target=_resolve, args=(target, addresses), name="lookup", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
         raise OverloadedError(f"no thread available for a DNS lookup ({error}); retry later") from error
-    _under_way[target] = found
-    return found
+    _under_way[target] = addresses
+    return addresses
 
 
-def _resolve(target: Target, found: Future[list[str]]) -> None:
+def _resolve(target: Target, addresses: Future[list[str]]) -> None:
     try:
         entries = socket.getaddrinfo(*target, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except Exception as error:  # noqa: BLE001 - raised to the waiters
         _ended(target)
-        found.set_exception(error)
+        addresses.set_exception(error)
     else:
         _ended(target)
-        found.set_result([str(entry[4][0]) for entry in entries])
+        addresses.set_result([str(entry[4][0]) for entry in entries])
 
 
 def _ended(target: Target) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a medium before and after it is decoded. Independent of the model and the network."""
+"""Facts of a medium before and after it is decoded. Independent of the model and the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mmd_api.contract.pools import Modality
 
 MediumKind = Modality | Literal["document"]
-"""What a file is: a medium, or a document, whose pages are images."""
+"""Kind of a file: a medium, or a document, whose pages are images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,10 @@ class MediumInfo:
     """Facts read from headers and packet tables, without decoding a pixel or a sample.
 
     `width`, `height`: pixels as displayed (EXIF orientation and rotation applied). `num_frames`, `fps`: video.
-    `has_sound`: a video's file has a sound track that can be decoded. `of_video`: it is the sound track of the video before it among the media
-    of a prompt, out of the same file. `page`: of a PDF, counted from 1, of which it is the image. `num_samples`, `sample_rate_hz`: audio, of the mono waveform after resampling to `sample_rate_hz` as stored in the file;
-    the decoder pads or trims to exactly this count.
+    `has_sound`: a video's file has a sound track that can be decoded. `of_video`: the medium is the sound track of the preceding
+    video of the prompt, from the same file. `page`: the page of a PDF, counted from 1, that the image shows. `num_samples`,
+    `sample_rate_hz`: the mono waveform of audio, at the sample rate stored in the file; the decoder pads or trims to exactly this
+    count.
     """
 
     modality: Modality
@@ -40,7 +41,7 @@ class MediumInfo:
     of_video: bool = False
 
     def decoded_bytes(self, num_frames: int, num_samples: int) -> int:
-        """Bytes of the medium once decoded, with this many sampled frames of a video or samples of a sound."""
+        """Bytes of the decoded medium, with this many sampled frames of a video or samples of a sound."""
         pixels = 3 * self.width * self.height
         return {"image": pixels, "video": num_frames * pixels, "audio": 4 * num_samples}[self.modality]
 
@@ -54,7 +55,7 @@ class DecodedImage:
 
 @dataclass(frozen=True, slots=True)
 class DecodedVideo:
-    """RGB frames, uint8 [frames, height, width, 3], at `indices` of the source, which had `source_fps`."""
+    """RGB frames, uint8 [frames, height, width, 3], at `indices` of a source with `source_fps`."""
 
     frames: npt.NDArray[np.uint8]
     indices: list[int]

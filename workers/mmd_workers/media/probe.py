@@ -1,4 +1,4 @@
-"""What a medium is, from headers and packet tables alone: no pixel and no sample is decoded. Knows the policy, no model.
+"""Measures a medium by headers and packet tables alone: no pixel and no sample is decoded. Knows the policy, no model.
 
 Limits hold here, before anything is decoded; every refusal names the limit, the value and the field that would raise it.
 """
@@ -14,14 +14,12 @@ from mmd_workers.media import containers, document
 from mmd_workers.media.identity import digest
 from mmd_workers.media.medium import MediumInfo, MediumKind
 
-if TYPE_CHECKING:  # the decode processes import this module's neighbours and stay without pydantic
+if TYPE_CHECKING:  # decode processes import this module's neighbours and stay free of pydantic
     from mmd_api.spec.media import MediaPolicy
 
 FIELD = "spec.gateway.media"
 MAX_SOURCE_FRAMES_PER_SECOND = 240  # frames of a source are bounded by its allowed duration times this
-MAX_PACKETS_PER_SECOND = (
-    2000  # the shortest packets in use are Opus frames of 2.5 ms; PCM comes in far larger ones
-)
+MAX_PACKETS_PER_SECOND = 2000  # the shortest in use are Opus frames of 2.5 ms; PCM packets are far larger
 MIN_SAMPLE_RATE_HZ, MAX_SAMPLE_RATE_HZ = 1_000, 384_000
 TRUNCATION_SLACK_SECONDS = 0.1
 
@@ -34,14 +32,15 @@ def probe(
     page: int = 0,
     of_video: bool = False,
 ) -> MediumInfo:
-    """Facts of a medium; `modality` is what the request declared, and is only checked. `known_digest`: of these bytes, if computed.
-    `page`: of a document, whose image is the medium; 0: the bytes are the medium. `of_video`: a sound is that of a video, which may have as many
-    bytes as a video.
+    """Measure a medium; `modality` is what the request declared, and is only checked.
 
-    Runs where it is called: bytes from outside belong into `sandbox.DecodePool.probe`.
+    `known_digest`: digest of these bytes, if already computed. `page`: page of a document whose image is the medium; 0: the bytes
+    are the medium. `of_video`: the sound belongs to a video, so the file may have as many bytes as a video.
+
+    Runs in the calling process: bytes from outside belong in `sandbox.DecodePool.probe`.
 
     Raises:
-        BadMediaError: the bytes are not of this modality, are broken or cut off, or exceed a limit of the policy.
+        BadMediaError: the bytes are not of this modality, are broken or truncated, or exceed a limit of the policy.
     """
     if not data:
         raise BadMediaError(f"the {modality} is empty; send the file's bytes")
@@ -51,9 +50,9 @@ def probe(
         raise _over(kind, "bytes", len(data), limit_bytes, "maxBytes")
     if page:
         width, height = document.page_size(data, page, policy)
-        known = known_digest or digest(data)
+        sha256 = known_digest or digest(data)
         return MediumInfo(
-            modality, known, len(data), containers.DOCUMENT, width=width, height=height, page=page
+            modality, sha256, len(data), containers.DOCUMENT, width=width, height=height, page=page
         )
     container = containers.sniff(data)
     if container is None:
@@ -67,19 +66,19 @@ def probe(
         )
     measure = {"image": _probe_image, "video": _probe_video, "audio": _probe_audio}[modality]
     facts = measure(data, container, policy)
-    known = known_digest or digest(data)
-    return MediumInfo(modality, known, len(data), container, **facts, of_video=of_video)
+    sha256 = known_digest or digest(data)
+    return MediumInfo(modality, sha256, len(data), container, **facts, of_video=of_video)
 
 
 def kind_of_file(modality: Modality, page: int, of_video: bool) -> MediumKind:
-    """Of the file that a medium is, or is in: its limit of bytes counts."""
+    """The kind of the file that is or contains a medium. Its limit of bytes counts."""
     if page:
         return "document"
     return "video" if of_video else modality
 
 
 def probe_pages(data: bytes, pages: str, most: int, policy: MediaPolicy) -> list[MediumInfo]:
-    """Facts of the images that the chosen pages of a document are; see `document.page_sizes`. Runs where it is called.
+    """Measure the chosen pages of a document as images; see `document.page_sizes`. Runs in the calling process.
 
     Raises:
         BadMediaError: the bytes are no document, are broken, or exceed a limit of the policy.
@@ -100,7 +99,7 @@ def probe_pages(data: bytes, pages: str, most: int, policy: MediaPolicy) -> list
 
 
 def resampled_num_samples(num_samples: int, source_hz: int, target_hz: int) -> int:
-    """Length of a waveform after resampling: ceil(n * target / source), what librosa gives and `decode_audio` keeps to."""
+    """Length of a waveform after resampling: ceil(n * target / source), as in librosa and `decode_audio`."""
     return -(-num_samples * target_hz // source_hz)
 
 

@@ -1,4 +1,4 @@
-"""A small medium of each modality, as an encoded file: what pods warm up with. Independent of the model and the network."""
+"""A small encoded file of each modality, with which pods warm up. Independent of the model and the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmd_api.contract.pools import Modality
 
-SIDE = 224  # pixels; enough for every processor to make tokens of it
+SIDE = 224  # pixels, enough for every processor to make tokens
 FRAMES = 8
 FRAMES_PER_SECOND = 8
 SOUND_SECONDS = 1.0
@@ -20,7 +20,7 @@ SAMPLE_RATE_HZ = 16_000
 
 
 def sample(modality: Modality) -> bytes:
-    """The file: a PNG, an MP4 (H.264) or a WAV (16 bit)."""
+    """Encode the file: a PNG, an MP4 (H.264) or a WAV (16 bit)."""
     return {"image": _image, "video": _video, "audio": _audio}[modality]()
 
 

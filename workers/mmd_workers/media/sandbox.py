@@ -1,7 +1,7 @@
-"""Decoding bytes from outside in separate processes, so that a crash, a hang or a bomb costs one medium and one process.
+"""Decodes bytes from outside in separate processes: a crash, a hang or a bomb costs one medium and one process.
 
-Bytes and pixels pass through anonymous shared memory (memfd), never through pipes. That of results is used again, by processes that
-are used again likewise: to map, clear and free the pages of a clip's pixels takes longer than to write them.
+Bytes and pixels pass through anonymous shared memory (memfd), never through pipes. Processes are reused, and so is the memory of
+results: mapping, clearing and freeing the pages of a clip takes longer than writing its pixels.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_SECONDS = 30.0
 ACCEPT_TIMEOUT_SECONDS = 30.0
 CLOSE_TIMEOUT_SECONDS = 5.0
-KEPT_BYTES = 256 << 20  # of released results
+KEPT_BYTES = 256 << 20  # limit of released results that wait for reuse
 SMALLEST_RESULT_BYTES = 1 << 16
 EXIT_SECONDS = 5.0
 STOPPING = "this worker is stopping; the decode can be done elsewhere"
 PROGRAM = ("-I", "-B", "-m", "mmd_workers.media.decode_process")
 _LIMITED = {"image", "video", "audio", "document"}
-MEMORY_BYTES = 2 << 30  # of one decode, unless its pool sets another
+MEMORY_BYTES = 2 << 30  # default limit of one decode
 
 
 class _ProcessLostError(Exception):
@@ -61,7 +61,7 @@ class _ProcessLostError(Exception):
 class _Decoder:
     """A running decode process and this end of its socket (one message in, one out).
 
-    `process` is what was started, `pid` what decodes: its child, where it could be given its own namespaces.
+    `process` is the started process, `pid` the one that decodes: a child of it, if that could get its own namespaces.
     """
 
     process: asyncio.subprocess.Process
@@ -79,10 +79,10 @@ class _Decoder:
         return reply
 
     async def ended(self) -> int | None:
-        """Exit status of a process that left its socket; killed where it does not go. None for one that survives even that: the kernel
-        holds it, and waiting for it is pointless.
+        """Exit status of a process that closed its socket; a process that stays is killed.
 
-        To kill it at once would reap it behind asyncio's back, which then reports 255 in place of the true status.
+        None: it survives even that; the kernel holds it, and waiting is pointless. The process is not killed at once: that would reap
+        it behind asyncio's back, which would then report 255 instead of the true status.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(EXIT_SECONDS):
@@ -99,7 +99,7 @@ class _Decoder:
 
 
 def _kill(process: asyncio.subprocess.Process, pid: int) -> None:
-    """SIGKILL for the process that decodes. Its parent, where it has one, sends that signal itself, reaps it and ends."""
+    """Kill the process that decodes. If it has a parent below this process, that parent sends SIGKILL, reaps it and ends."""
     if process.returncode is None:
         process.send_signal(signal.SIGKILL if pid in (0, process.pid) else signal.SIGTERM)
 
@@ -123,7 +123,7 @@ class SharedMemory:
         self.descriptor = os.memfd_create("mmd-media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, num_bytes)
-            # Whoever shrinks it would kill this process at its next access (SIGBUS).
+            # Shrinking it would kill this process at its next access (SIGBUS).
             fcntl.fcntl(
                 self.descriptor,
                 fcntl.F_ADD_SEALS,
@@ -135,7 +135,7 @@ class SharedMemory:
             raise
 
     def write(self, data: bytes) -> None:
-        """Fill it with as many bytes as it has: by calls, which need no fault for each page."""
+        """Fill it with data of its size. It uses system calls, which need no fault for each page."""
         view, done = memoryview(data), 0
         while done < len(view):
             done += os.pwrite(self.descriptor, view[done:], done)
@@ -146,8 +146,9 @@ class SharedMemory:
 
 
 class ResultMemory:
-    """Shared memory for results, used again as soon as no array holds it; at most `kept_bytes` wait for that. For one thread, but
-    arrays may end in any.
+    """Shared memory for results, reused as soon as no array holds it; at most `kept_bytes` wait for reuse.
+
+    One thread may use it, but arrays may end in any thread.
     """
 
     def __init__(self, kept_bytes: int) -> None:
@@ -155,7 +156,7 @@ class ResultMemory:
         self._idle: deque[SharedMemory] = deque()  # the newest last
 
     def take(self, num_bytes: int) -> SharedMemory:
-        """Memory for `num_bytes` or more, with whatever an earlier result has left there."""
+        """Memory for `num_bytes` or more, which may still contain an earlier result."""
         size = max(SMALLEST_RESULT_BYTES, 1 << (num_bytes - 1).bit_length())
         for idle in reversed(tuple(self._idle)):
             if idle.num_bytes == size:
@@ -178,7 +179,9 @@ class ResultMemory:
             self._idle.popleft().close()
 
     def _give_back(self, memory: SharedMemory) -> None:
-        """Runs in the midst of whatever drops the array, also of `take`: so there is no lock, and every step is one operation."""
+        """Reuse or release memory. It runs inside whatever drops the array, even `take`: so there is no lock, and every step is one
+        operation.
+        """
         if self._idle_bytes() + memory.num_bytes > self._kept_bytes:
             memory.close()
         else:
@@ -189,7 +192,7 @@ class ResultMemory:
 
 
 class DecodePool:
-    """At most `processes` decodes at a time, each in a process that is reused until it fails; callers beyond that wait.
+    """Runs at most `processes` decodes at a time, each in a process that is reused until it fails; further callers wait.
 
     A decode may take `decode_timeout_seconds` of wall time and map `memory_bytes` beyond the idle process: the bytes
     twice, the result once, and what the decoder needs.
@@ -204,10 +207,10 @@ class DecodePool:
         for slot in self._slots:
             self._free.put_nowait(slot)
         self._results = ResultMemory(KEPT_BYTES)
-        self._started: dict[asyncio.subprocess.Process, int] = {}  # and the PID that decodes
+        self._started: dict[asyncio.subprocess.Process, int] = {}  # value: the PID that decodes
         self._program = PROGRAM
         self._closed = False
-        self.layers: dict[str, bool] = {}  # confinement.LAYERS, and which the kernel and the pod allow
+        self.layers: dict[str, bool] = {}  # confinement.LAYERS: whether the kernel and the pod allow each
 
     def set_timeout(self, decode_timeout_seconds: int) -> None:
         """Change how long a decode may take, from the next one on."""
@@ -239,7 +242,7 @@ class DecodePool:
             _kill(process, pid)
         async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
             await asyncio.gather(*(process.wait() for process in self._started))
-            for _ in self._slots:  # a job in flight sees its socket end first, then gives its place back
+            for _ in self._slots:  # a job in flight first sees its socket end, then returns its slot
                 (await self._free.get()).discard()
 
     @property
@@ -250,14 +253,14 @@ class DecodePool:
     async def probe(
         self, data: bytes, modality: Modality, policy: MediaPolicy, page: int = 0, of_video: bool = False
     ) -> MediumInfo:
-        """`media.probe.probe` in a decode process. Raises BadMediaError, OverloadedError.
+        """Run `media.probe.probe` in a decode process. Raises BadMediaError, OverloadedError.
 
-        Identity and length come from the bytes themselves, computed here: a decoder that was taken over cannot pass one medium off
-        as another.
+        Identity and length come from the bytes themselves, computed here: a compromised decoder cannot pass one medium off as
+        another.
         """
         kind = probe.kind_of_file(modality, page, of_video)
         if not data or len(data) > getattr(policy, kind).max_bytes:
-            return probe.probe(data, modality, policy, page=page, of_video=of_video)  # without opening it
+            return probe.probe(data, modality, policy, page=page, of_video=of_video)  # refuses it unopened
         sha256 = await asyncio.to_thread(digest, data)
         limits = policy.model_dump(include=_LIMITED)
         job = {"kind": "probe", "modality": modality, "policy": limits, "digest": sha256, "page": page}
@@ -275,7 +278,7 @@ class DecodePool:
         return info
 
     async def find_frames(self, data: bytes, info: MediumInfo, choice: SamplingChoice) -> FoundFrames:
-        """`media.frames.find_frames` in a decode process. Raises BadMediaError, OverloadedError."""
+        """Run `media.frames.find_frames` in a decode process. Raises BadMediaError, OverloadedError."""
         job = {
             "kind": "frames",
             "info": asdict(info),
@@ -283,15 +286,15 @@ class DecodePool:
             "timestamps": choice.timestamps,
         }
         reply, _ = await self._run(job, data, 1)
-        found = _found(reply["frames"], info), _found(reply["spare"], info)
-        if found[0] is None or found[1] is None:
+        selections = _found(reply["frames"], info), _found(reply["spare"], info)
+        if selections[0] is None or selections[1] is None:
             raise BadMediaError("the decoder returned inconsistent frames of this video; re-encode the file")
-        return FoundFrames(found[0], found[1])
+        return FoundFrames(selections[0], selections[1])
 
     async def probe_pages(self, data: bytes, pages: str, policy: MediaPolicy) -> list[MediumInfo]:
-        """`media.probe.probe_pages` in a decode process, for as many pages as a request may have. Raises BadMediaError, OverloadedError.
+        """Run `media.probe.probe_pages` in a decode process, for as many pages as a request may have.
 
-        Identity comes from the bytes, as in `probe`.
+        Raises BadMediaError, OverloadedError. Identity comes from the bytes, as in `probe`.
         """
         most = min(policy.max_items_per_request, policy.document.max_pages)
         if not data or len(data) > policy.document.max_bytes:
@@ -312,13 +315,13 @@ class DecodePool:
         return infos
 
     async def decode_image(self, data: bytes, info: MediumInfo) -> DecodedImage:
-        """`media.decode.decode_image` in a decode process. Raises BadMediaError, OverloadedError."""
+        """Run `media.decode.decode_image` in a decode process. Raises BadMediaError, OverloadedError."""
         shape = decode.image_shape(info)
         _, result = await self._run({"kind": "image", "info": asdict(info)}, data, int(np.prod(shape)))
         return DecodedImage(result.reshape(shape))
 
     async def decode_video(self, data: bytes, info: MediumInfo, frame_indices: Sequence[int]) -> DecodedVideo:
-        """`media.decode.decode_video` in a decode process. Raises BadMediaError, OverloadedError."""
+        """Run `media.decode.decode_video` in a decode process. Raises BadMediaError, OverloadedError."""
         indices = list(frame_indices)
         shape = decode.video_shape(info, indices)
         job = {"kind": "video", "info": asdict(info), "frame_indices": indices}
@@ -328,7 +331,7 @@ class DecodePool:
     async def decode_audio(
         self, data: bytes, info: MediumInfo, sample_rate_hz: int, num_samples: int
     ) -> DecodedAudio:
-        """`media.decode.decode_audio` in a decode process. Raises BadMediaError, OverloadedError."""
+        """Run `media.decode.decode_audio` in a decode process. Raises BadMediaError, OverloadedError."""
         job = {
             "kind": "audio",
             "info": asdict(info),
@@ -405,7 +408,7 @@ class DecodePool:
         return reply
 
     async def _hand_over(self, slot: _Slot, message: bytes, descriptors: list[int]) -> _Decoder:
-        """Give the job to the slot's process, a new one when it died or hung while idle (which is no medium's fault)."""
+        """Give the job to the slot's process, or to a new one if that died or hung while idle (which is no medium's fault)."""
         fault = ""
         for _ in range(2):
             if self._closed:
@@ -470,7 +473,7 @@ def _inconsistent(kind: MediumKind) -> BadMediaError:
 
 
 def _possible(info: MediumInfo, policy: MediaPolicy) -> bool:
-    """Whether facts from a decode process are of the right types and within the limits that it was given."""
+    """Whether facts from a decode process have the right types and are within its limits."""
     counts = (info.width, info.height, info.num_frames, info.num_samples, info.sample_rate_hz)
     figures = (info.fps, info.duration_seconds)
     if not all(type(n) is int and n >= 0 for n in counts) or type(info.has_sound) is not bool:
@@ -491,14 +494,14 @@ def _possible(info: MediumInfo, policy: MediaPolicy) -> bool:
 
 
 def _found(pairs: Any, info: MediumInfo) -> tuple[FoundFrame, ...] | None:
-    """Frames from a decode process; None where they are not of this video, or out of order."""
-    before = (-1, 0)
+    """Frames from a decode process; None if they are not of this video, or out of order."""
+    previous = (-1, 0)
     for pair in pairs:
         if not (len(pair) == 2 and all(type(n) is int and n < info.num_frames for n in pair)):
             return None
-        if pair[0] <= before[0] or pair[1] < before[1]:
+        if pair[0] <= previous[0] or pair[1] < previous[1]:
             return None
-        before = (pair[0], pair[1])
+        previous = (pair[0], pair[1])
     return tuple(FoundFrame(index, nominal) for index, nominal in pairs)
 
 

@@ -1,7 +1,7 @@
-"""Control tokens in texts that users wrote, which must stay text. Independent of models and requests.
+"""Marks control tokens in texts by users, which must stay text. Independent of models and requests.
 
-A regular expression holds Python's lock until it returns, for as long as a long text takes: texts are searched in pieces, between which other
-threads run.
+A regular expression holds Python's lock until it returns, which takes long for a long text: texts are searched in pieces, and other
+threads run between them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from transformers.utils.chat_template_utils import mark_control_tokens
 
 PIECE_CHARACTERS = 32_768
-_BEGIN, _END = mark_control_tokens("x", re.compile("x")).split("x")  # what marks a token
+_BEGIN, _END = mark_control_tokens("x", re.compile("x")).split("x")  # marks around a token
 
 
 class ControlTokens:
-    """The added tokens of one tokenizer; of two that begin at one character the longer one counts. Thread safe."""
+    """The added tokens of one tokenizer. If two begin at the same character, the longer one counts. Thread safe."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         longest_first = sorted(tokens, key=len, reverse=True)
@@ -24,23 +24,23 @@ class ControlTokens:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def appear_in(self, text: str) -> bool:
-        """Whether the text has one of them."""
+        """Whether the text has a control token."""
         pieces = range(0, len(text), PIECE_CHARACTERS)
         return any(self._any.search(text, at, at + PIECE_CHARACTERS + self._longest) for at in pieces)
 
     def marked(self, text: str) -> str:
-        """The text with its tokens marked, for a tokenizer that encodes those as text. Marks that it has already are dropped."""
+        """The text with its tokens marked, for a tokenizer that encodes marked tokens as text. Earlier marks are dropped."""
         pieces = self._pieces(text.replace(_BEGIN, "").replace(_END, ""))
         return "".join(mark_control_tokens(piece, self._any) for piece in pieces)
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """The text, cut where no token is."""
+        """The text in pieces, cut outside of tokens."""
         at = 0
         while at < len(text):
             end = at + PIECE_CHARACTERS
-            for found in self._any.finditer(text, at, end + self._longest):
-                if found.start() >= at + PIECE_CHARACTERS:
+            for match in self._any.finditer(text, at, end + self._longest):
+                if match.start() >= at + PIECE_CHARACTERS:
                     break
-                end = max(end, found.end())
+                end = max(end, match.end())
             yield text[at:end]
             at = end

@@ -1,4 +1,4 @@
-"""The encode role: a model's own processors, towers and projectors, and nothing else of it. Independent of the network and caches."""
+"""The encode role: only a model's own processors, towers and projectors. Independent of the network and caches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HfEncoderModel:
         loaded_bytes: int,
         pooled_frames: int = 1,
     ) -> None:
-        """`pooled_frames`: successive frames of a video that become one."""
+        """`pooled_frames`: number of successive frames of a video that become one."""
         self.model = model
         self.loaded_bytes = loaded_bytes
         self.modalities: frozenset[Modality] = adapter.modalities(processor)
@@ -64,7 +64,7 @@ class HfEncoderModel:
         self._lock = threading.Lock()
 
     def frontend(self, policy: MediaPolicy | None = None) -> HfFrontend:
-        """Lays media out by this model's own processor, within the limits of a policy; default: those that it has by default."""
+        """A frontend that lays out media with this model's own processor, within a policy's limits (None: the default policy)."""
         return HfFrontend(
             self._processor.tokenizer,
             self._processor,
@@ -82,21 +82,21 @@ class HfEncoderModel:
         return {name: (dtype, [num_tokens, self._hidden_size]) for name in names}
 
     def process(self, medium: Decoded, layout: MediumLayout) -> ProcessedMedium:
-        """CPU preprocessing with the model's own processor, of a medium or one of its `frame_pooling.clips`; safe in a thread.
+        """Preprocess a medium, or one of its `frame_pooling.clips`, on the CPU with the model's own processor; safe in a thread.
 
         Raises:
-            UnsupportedInputError: the medium is of another modality than the layout.
+            UnsupportedInputError: the medium has another modality than the layout.
             CountMismatchError: processing arrived at other numbers than the layout.
         """
         return self._processed(self._run_processor(medium, layout), layout)
 
     def blank(self, info: MediumInfo, layout: MediumLayout) -> ProcessedMedium:
-        """What `process` makes of a medium of these dimensions, without content: for measuring."""
-        made = self._processed(self._blank(info, layout), layout)
-        for name, tensor in made.tensors.items():
-            if not any(tensor.stride()):  # a shape only; some towers drop what is zero as padding
-                made.tensors[name] = torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
-        return made
+        """The result of `process` for a medium of these dimensions without content, for measuring."""
+        blank = self._processed(self._blank(info, layout), layout)
+        for name, tensor in blank.tensors.items():
+            if not any(tensor.stride()):  # only a shape; some towers drop zeros as padding
+                blank.tensors[name] = torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
+        return blank
 
     def _blank(self, info: MediumInfo, layout: MediumLayout) -> media_inputs.Processed:
         shapes, sampling = MediaInputs(self._processor, shapes_only=True), layout.sampling
@@ -111,16 +111,16 @@ class HfEncoderModel:
         frames, fps, total = sampling.timed_indices, info.fps, info.num_frames
         return self._adapter.video(shapes, pixels, frames, fps, total, sampling.size)
 
-    def _processed(self, made: media_inputs.Processed, layout: MediumLayout) -> ProcessedMedium:
-        count = made.replacement.count(self._placeholder[layout.modality])
-        facts = media_inputs.geometry(made.outputs)
+    def _processed(self, processed: media_inputs.Processed, layout: MediumLayout) -> ProcessedMedium:
+        count = processed.replacement.count(self._placeholder[layout.modality])
+        facts = media_inputs.geometry(processed.outputs)
         expected = {name: layout.geometry.get(name) for name in facts}
         if count != layout.num_tokens or facts != expected:
             raise CountMismatchError(
                 f"the {layout.modality} was laid out as {layout.num_tokens} tokens with {expected}, but processing it produced "
                 f"{count} with {facts}; the decoded size differs from its header"
             )
-        tensors = media_inputs.tensors(made.outputs)
+        tensors = media_inputs.tensors(processed.outputs)
         run = self._adapter.tower_run(layout.modality)
         return ProcessedMedium(
             layout.modality,
@@ -132,7 +132,7 @@ class HfEncoderModel:
         )
 
     def part(self, medium: ProcessedMedium, first: int, last: int) -> ProcessedMedium:
-        """The parts [first, last) of a medium, to be run without the others: their rows are those of the medium at that place."""
+        """The parts [first, last) of a medium, to be run without the others. They give the rows of the medium at that place."""
         if (first, last) == (0, medium.parts):
             return medium
         tensors = self._adapter.tower_run(medium.modality).part(medium.tensors, first, last)
@@ -145,8 +145,8 @@ class HfEncoderModel:
         Raises:
             ValueError: the media cannot share a run.
             CountMismatchError: the tower returned another number of rows than was laid out.
-            BadLogitsError: it returned values that are not finite. An engine would find out at the logits, and its prefix cache would have KV
-                of them until then.
+            BadLogitsError: the tower returned values that are not finite. An engine would notice only at the logits, and its prefix cache
+                would have their KV until then.
         """
         if len({medium.shape_key for medium in batch}) != 1:
             raise ValueError("all media of a batch must have the same shape_key")
@@ -217,18 +217,20 @@ def _main(output: Any) -> Any:
 
 
 def _rows(value: Any) -> torch.Tensor:
-    """Tensors of any nesting as [rows, hidden]."""
+    """Tensors at any depth of nesting as [rows, hidden]."""
     if isinstance(value, (list, tuple)):
         return torch.cat([_rows(v) for v in value])
     return value.reshape(-1, value.shape[-1])  # type: ignore[no-any-return]
 
 
 def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
-    """Load the towers and projectors of a model. On a CPU their float32 linear layers run on packed weights. From then on cuDNN's convolutions
-    in this process compute float32 without TF32, whose errors are larger than rounding and differ between batches.
+    """Load the towers and projectors of a model. On a CPU their float32 linear layers run on packed weights.
+
+    From then on cuDNN's convolutions in this process compute float32 without TF32, whose errors are larger than rounding and differ
+    between batches.
 
     Raises:
-        UnsupportedModelError: the model is missing, takes no media, or lacks weights; names the field and the remedy.
+        UnsupportedModelError: the model is missing, takes no media, or lacks weights; the message names the field and the remedy.
     """
     folder = source.resolve(model, weights=True)
     config = source.load_config(folder)

@@ -1,7 +1,7 @@
-"""Groups of successive frames of a video as one frame: the mean of what the tower makes of each. For towers that read frames one by one.
+"""Pools groups of successive frames of a video into one: the mean of their features. For towers that read frames one by one.
 
-A group's frames are one each of as many clips, which are media to the processor and the tower; the feature is the mean of theirs. So a row that
-is no frame's, such as one that closes a video, stays what it is.
+Each frame of a group belongs to another clip. The clips are media to the processor and the tower, and the feature is the mean of
+their features. So a row that belongs to no frame, such as one that closes a video, stays as it is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FIELD = "spec.model.pooledVideoFrames"
 
 
 def check_pooling(adapter: Adapter, processor: Any, frames: int) -> None:
-    """Refuse groups for a model that would not read their frames one by one.
+    """Refuse groups for a model that does not read their frames one by one.
 
     Raises:
-        UnsupportedModelError: it takes no video or merges frames itself; names the field and the remedy.
+        UnsupportedModelError: the model takes no video or merges frames itself; the message names the field and the remedy.
     """
     if frames > 1 and not (
         processor is not None
@@ -39,7 +39,7 @@ def check_pooling(adapter: Adapter, processor: Any, frames: int) -> None:
 
 
 def grouped(plan: SamplingPlan, frames: int) -> SamplingPlan:
-    """The plan in whole groups: frames beyond them are left out evenly, and of fewer than one group the last is repeated."""
+    """The plan in whole groups. Frames beyond them are left out evenly; with fewer than one group, the last frame is repeated."""
     if frames == 1:
         return plan
     count = len(plan.frame_indices)
@@ -54,7 +54,7 @@ def grouped(plan: SamplingPlan, frames: int) -> SamplingPlan:
 
 
 def clips(medium: Decoded, plan: SamplingPlan) -> list[Decoded]:
-    """The medium, or of a video in groups the first frames of all, the second ones, and so on."""
+    """The medium alone, or for a video in groups a clip of all first frames, one of all second frames, and so on."""
     if plan.pooled_frames == 1 or not isinstance(medium, DecodedVideo):
         return [medium]
     return [
@@ -68,7 +68,10 @@ def clips(medium: Decoded, plan: SamplingPlan) -> list[Decoded]:
 
 
 class Mean:
-    """The mean of features of one shape, computed in float32. Keeps their sum alone, however many are added; for any thread."""
+    """The mean of features of one shape, computed in float32. Thread safe.
+
+    It keeps only their sum, however many are added.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +79,7 @@ class Mean:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, feature: Feature) -> None:
-        """Count one in."""
+        """Add a feature."""
         with self._lock:
             self._count += 1
             for name, tensor in feature.tensors.items():
@@ -86,7 +89,7 @@ class Mean:
                     self._sums[name] += tensor
 
     def of_all(self, last: Feature) -> Feature:
-        """The mean of those that were added and this one, in its type."""
+        """The mean of all added features and this last one, in its dtype."""
         self.add(last)
         with self._lock:
             tensors = {

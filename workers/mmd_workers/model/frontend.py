@@ -1,4 +1,4 @@
-"""Chat messages and medium facts to token ids, without weights and without decoding anything. Independent of the network and towers.
+"""Turns chat messages and facts of media into token ids, without weights and decoding. Independent of the network and towers.
 
 Counts come from the model's own processors, run on tensors that have a shape but no data (see `inputs`).
 """
@@ -45,12 +45,12 @@ from mmd_workers.model.reasoning import Reasoning
 from mmd_workers.model.tiles import bound_tiles
 from mmd_workers.model.tool_calls import Spelling
 
-PROBES_BYTES = 64 << 20  # for media of sizes seen before
+PROBES_BYTES = 64 << 20  # budget for the probes of media sizes seen before
 _WRITTEN = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
-"""Fields of a message with text of the user's."""
-LOW_DETAIL_SIDE = 512  # of an image, as OpenAI documents it
+"""Fields of a message with text by the user."""
+LOW_DETAIL_SIDE = 512  # pixels of an image's side, as OpenAI documents it
 _ROUNDED_UP = 1 + 1e-9
-"""Processors cut the product of a rate and a duration off to a number of frames."""
+"""Processors truncate the product of a rate and a duration to a number of frames."""
 PROCESSOR_ERRORS = (
     ValueError,
     ZeroDivisionError,
@@ -65,7 +65,7 @@ PROCESSOR_ERRORS = (
 class HfFrontend:
     """The tokenizer, chat template and placeholder arithmetic of one model. Thread safe.
 
-    `tokenizer` is the Hugging Face tokenizer, for incremental detokenisation. No text becomes fewer tokens than its
+    `tokenizer` is the Hugging Face tokenizer, for incremental detokenisation. A text becomes at least as many tokens as its
     characters divided by `longest_token_characters`.
     """
 
@@ -79,7 +79,7 @@ class HfFrontend:
         max_model_len: int,
         pooled_frames: int = 1,
     ) -> None:
-        """`pooled_frames`: successive frames of a video that become one."""
+        """`pooled_frames`: number of successive frames of a video that become one."""
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
@@ -100,9 +100,8 @@ class HfFrontend:
         self.placeholder_ids = frozenset(adapter.placeholder_ids(self.vocab_size))
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
         self._control_tokens = ControlTokens(tokenizer.added_tokens_encoder)
-        tokenizer(
-            ""
-        )  # sets what its file has otherwise, as truncation: after this, encoding changes nothing of a fast tokenizer
+        # The first call overrides settings of the tokenizer's file, such as truncation; later calls change nothing of a fast tokenizer.
+        tokenizer("")
         self._lock: contextlib.AbstractContextManager[Any] = (
             contextlib.nullcontext() if tokenizer.is_fast else threading.Lock()
         )
@@ -129,13 +128,16 @@ class HfFrontend:
     ) -> RenderedPrompt:
         """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
-        Tools, calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object. An assistant's
-        message may have `reasoning_content`. `reasons`, `choices`: see `Frontend.render`.
-        Ranges of `PromptLayout.media` are in the order of `media`, also where the model's template moves a medium. A sound that is `of_video` has an
-        audio part behind its video's, which the template does not get: the model's processor puts its tokens among those of the video.
+        Tools, calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object. An
+        assistant's message may have `reasoning_content`. `reasons`, `choices`: see `Frontend.render`.
+
+        Ranges of `PromptLayout.media` are in the order of `media`, even if the model's template moves a medium. A sound that is
+        `of_video` has an audio part behind the part of its video. The template does not get it: the model's processor puts the tokens
+        of the sound among the video's tokens.
 
         Raises:
-            UnsupportedInputError: the model cannot take this modality or size, or its template these messages; names the part and the remedy.
+            UnsupportedInputError: the model cannot take this modality or size, or its template these messages; the message names the
+                part and the remedy.
             CountMismatchError: the tokenizer did not keep a placeholder; the checkpoint's tokenizer and template disagree.
         """
         self._check_parts(messages, media)
@@ -145,14 +147,14 @@ class HfFrontend:
         if sanitize:
             messages = self._mark(messages)
             tools = self._marked(list(tools), keys=True)
-        known = self.reasoning
+        reasoning = self.reasoning
         if any("reasoning_content" in message for message in messages):
-            place = "" if known is None else known.history
+            place = "" if reasoning is None else reasoning.history
             messages = [reasoning_forms.with_reasoning(message, place) for message in messages]
-        variables = {} if known is None else known.variables(reasons)
+        variables = {} if reasoning is None else reasoning.variables(reasons)
         if self._processor is None:
             text = self._render(messages, tools, variables)
-            begins = None if known is None else known.begin_after(text)
+            begins = None if reasoning is None else reasoning.begin_after(text)
             return RenderedPrompt(
                 len(text),
                 begins,
@@ -167,7 +169,7 @@ class HfFrontend:
             self._probe_medium(n, info, plan) for n, (info, plan) in enumerate(zip(media, plans, strict=True))
         ]
         text = self._render(messages, tools, variables)
-        begins = None if known is None else known.begin_after(text)
+        begins = None if reasoning is None else reasoning.begin_after(text)
         return RenderedPrompt(len(text), begins, lambda: self._expanded(text, sanitize, media, plans, probes))
 
     def _expanded(
@@ -193,15 +195,16 @@ class HfFrontend:
         return PromptLayout(token_ids, self._place(token_ids, media, plans, probes, order))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text in which control tokens count as such. `special_tokens`: with those that the tokenizer puts around a text,
-        unless it begins with the first of them.
+        """Encode a text in which control tokens count as such.
+
+        `special_tokens`: add the tokens that the tokenizer puts around a text, unless the text begins with the first of them.
         """
         return self._encode(text, sanitize=False, add_special_tokens=None if special_tokens else False)
 
     def decode(
         self, token_ids: Sequence[int], *, special_tokens: bool = False, kept: AbstractSet[int] = frozenset()
     ) -> str:
-        """Text of token ids; special tokens other than those that are `kept` are skipped unless `special_tokens` is true."""
+        """Decode token ids to text. Special tokens are skipped, unless they are `kept` or `special_tokens` is true."""
         if kept.isdisjoint(token_ids):
             return self._decode(list(token_ids), special_tokens)
         text, part = "", list[int]()
@@ -217,12 +220,14 @@ class HfFrontend:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=not special_tokens))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """How the vocabulary spells these tokens; "" for an id without one."""
+        """How the vocabulary spells these tokens; "" for an id without a token."""
         return [token or "" for token in self.tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def sequences_of(self, word: str) -> list[list[int]]:
-        """Token ids of a word at the beginning of a text and, where that is another token of the same number, after a space; as vLLM has them.
-        Empty where it is spaces alone."""
+        """Token ids of a word at the beginning of a text, and also after a space, as vLLM has them.
+
+        The second sequence is left out unless it begins with another token and has as many. Empty if the word is spaces alone.
+        """
         word = word.lstrip()
         first = self._encode(word, sanitize=False, add_special_tokens=False)
         if not first:
@@ -256,7 +261,7 @@ class HfFrontend:
             )
 
     def _check_tool_calls(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse what the template would leave out without a word."""
+        """Refuse parts of messages that the template would silently leave out."""
         for m, message in enumerate(messages):
             if (message.get("tool_calls") or message["role"] == "tool") and not self._renders_tool_calls:
                 field = "tool_calls" if message.get("tool_calls") else "role"
@@ -267,32 +272,32 @@ class HfFrontend:
 
     @functools.cached_property
     def _renders_tool_calls(self) -> bool:
-        """Whether the text that the template makes has a call's name and arguments, and its result."""
+        """Whether the template's text has the name, the arguments and the result of a call."""
         return tool_calls.renders_call(self._rendered_if_possible(tool_calls.probed_call()))
 
     @functools.cached_property
     def renders_tools(self) -> bool:
-        """Whether the model's template has a place for tools. The first look takes milliseconds."""
-        asked = tool_calls.probed_call()[:1]
-        return tool_calls.renders_tool(self._rendered_if_possible(asked, [tool_calls.probed_tool()]))
+        """Whether the model's template has a place for tools. The first access takes milliseconds."""
+        conversation = tool_calls.probed_call()[:1]
+        return tool_calls.renders_tool(self._rendered_if_possible(conversation, [tool_calls.probed_tool()]))
 
     @functools.cached_property
     def call_spelling(self) -> Spelling | None:
-        """How the model writes calls of tools; None: in no form that is known. The first look takes milliseconds."""
-        probed = tool_calls.probed_call()
+        """How the model writes calls of tools; None: in no known form. The first access takes milliseconds."""
+        conversation = tool_calls.probed_call()
         added = self.tokenizer.added_tokens_encoder
         tokens = {token: int(added[token]) for token in tool_calls.MAY_BE_TOKENS if token in added}
-        before = self._rendered_if_possible(probed[:1])
-        return tool_calls.spelling_of(self._rendered_if_possible(probed), before, tokens)
+        before = self._rendered_if_possible(conversation[:1])
+        return tool_calls.spelling_of(self._rendered_if_possible(conversation), before, tokens)
 
     @functools.cached_property
     def reasoning(self) -> Reasoning | None:
-        """How the model reasons before it answers; None: in no form that is known. The first look takes milliseconds."""
-        templates = [getattr(one, "chat_template", None) for one in (self._processor, self.tokenizer)]
+        """How the model reasons before it answers; None: in no known form. The first access takes milliseconds."""
+        templates = [getattr(owner, "chat_template", None) for owner in (self._processor, self.tokenizer)]
         sources = [
             source
-            for found in templates
-            for source in (found.values() if isinstance(found, dict) else [found])
+            for template in templates
+            for source in (template.values() if isinstance(template, dict) else [template])
             if isinstance(source, str)
         ]
         return reasoning_forms.found_reasoning(
@@ -331,7 +336,7 @@ class HfFrontend:
         ]
 
     def _marked(self, value: Any, *, keys: bool = False) -> Any:
-        """`value` with its control tokens marked; `keys`: those in the names of fields, too, which the user chose."""
+        """`value` with its control tokens marked. `keys`: also in the names of fields, which the user chose."""
         if isinstance(value, dict):
             return {
                 (self._marked(name) if keys else name): (
@@ -351,7 +356,7 @@ class HfFrontend:
         tools: Sequence[dict[str, Any]],
         variables: Mapping[str, Any],
     ) -> str:
-        """The text of a conversation in which each medium is one marker.
+        """Render a conversation to text, with one marker for each medium.
 
         Raises:
             UnsupportedInputError: the template refuses it, as many refuse roles that do not alternate.
@@ -374,12 +379,11 @@ class HfFrontend:
             ) from error
 
     def _encode(self, text: str, sanitize: bool, add_special_tokens: bool | None = None) -> list[int]:
-        if (
-            add_special_tokens is None
-        ):  # as the processors do: a template that writes the first token writes all
+        if add_special_tokens is None:
+            # As in the processors: a template that writes the first token writes all of them.
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and text.startswith(bos))
-        with self._lock:  # of a tokenizer written in Python
+        with self._lock:  # only a tokenizer written in Python has a real lock
             if not sanitize:
                 return [
                     int(i) for i in self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -417,42 +421,41 @@ class HfFrontend:
         return replace(self._image_plan(number, info, choice), page=info.page)
 
     def _image_plan(self, number: int, info: MediumInfo, choice: SamplingChoice) -> SamplingPlan:
-        """An image that would be the same without the choice has the plan of one without."""
+        """The plan of an image. If the choice changes nothing, it is the plan without one."""
         plain = SamplingPlan()
         if choice.min_pixels is None and choice.max_pixels is None and not choice.low_detail:
             return plain
         assert self._processor is not None
         images = self._processor.image_processor
-        own = {name: int(edge) for name, edge in dict(images.size).items() if edge}
+        default = {name: int(edge) for name, edge in dict(images.size).items() if edge}
         if not self._adapter.bounds_pixels(images):
             if choice.min_pixels is not None or choice.max_pixels is not None:
                 raise UnsupportedInputError(
                     f"medium {number} (image): min_pixels and max_pixels: this model's processor takes no number of pixels; omit them"
                 )
-            lower = set(own) == {"longest_edge"} and own["longest_edge"] > LOW_DETAIL_SIDE
+            lower = set(default) == {"longest_edge"} and default["longest_edge"] > LOW_DETAIL_SIDE
             plan = SamplingPlan(size={"longest_edge": LOW_DETAIL_SIDE}) if lower else plain
             same = self._probe_medium(number, info, plan) == self._probe_medium(number, info, plain)
             return plain if same else plan
         for name, pixels in (("min_pixels", choice.min_pixels), ("max_pixels", choice.max_pixels)):
-            if pixels is not None and pixels > own["longest_edge"]:
+            if pixels is not None and pixels > default["longest_edge"]:
                 raise UnsupportedInputError(
                     f"medium {number} (image): {name}: {pixels} are more than this model's processor makes of an image, which is "
-                    f"{own['longest_edge']}; request fewer"
+                    f"{default['longest_edge']}; request fewer"
                 )
-        most = choice.max_pixels or own["longest_edge"]
+        most = choice.max_pixels or default["longest_edge"]
         if choice.low_detail:
             most = min(most, LOW_DETAIL_SIDE**2)
-        least = min(most, choice.min_pixels or own["shortest_edge"])
+        least = min(most, choice.min_pixels or default["shortest_edge"])
         plan = SamplingPlan(size={"shortest_edge": least, "longest_edge": most})
         probe = self._probe_medium(number, info, plan)
         if probe == self._probe_medium(number, info, plain):
             return plain
-        if (pixels := _pixels(probe, images)) > own[
-            "longest_edge"
-        ]:  # of an image far from square, by rounding
+        # Rounding may exceed the maximum for an image far from square.
+        if (pixels := _pixels(probe, images)) > default["longest_edge"]:
             raise UnsupportedInputError(
                 f"medium {number} (image): min_pixels: this model's processor would make {pixels} pixels of {info.width}x{info.height}, more "
-                f"than its maximum of {own['longest_edge']}; request fewer"
+                f"than its maximum of {default['longest_edge']}; request fewer"
             )
         return plan
 
@@ -480,26 +483,26 @@ class HfFrontend:
     def _with_frame_size(
         self, number: int, info: MediumInfo, choice: SamplingChoice, plain: SamplingPlan
     ) -> SamplingPlan:
-        """A video that would be the same without the bound of its frames has the plan of one without."""
+        """The plan of a video with bounded frames. If the bound changes nothing, it is the plan without one."""
         assert self._processor is not None
         assert self._inputs is not None
         videos = self._processor.video_processor
         shares_pixels = self._adapter.frames_share_pixels(videos)
         if choice.max_frame_pixels is None or not (self._adapter.bounds_pixels(videos) or shares_pixels):
             return plain
-        most, own = choice.max_frame_pixels, self._inputs.video_size
+        most, default = choice.max_frame_pixels, self._inputs.video_size
         if shares_pixels:
             frames, group = len(plain.frame_indices), int(getattr(videos, "temporal_patch_size", None) or 1)
             most *= frames + -frames % group
-        if most >= own["longest_edge"]:
+        if most >= default["longest_edge"]:
             return plain
-        size = {"shortest_edge": min(most, own["shortest_edge"]), "longest_edge": most}
+        size = {"shortest_edge": min(most, default["shortest_edge"]), "longest_edge": most}
         plan = replace(plain, size=size)
         same = self._probe_medium(number, info, plan) == self._probe_medium(number, info, plain)
         return plain if same else plan
 
     def _samples(self, info: MediumInfo, rate: int) -> int:
-        """Samples of a whole sound at the model's rate."""
+        """Number of samples of a whole sound at the model's rate."""
         return (info.num_samples * rate + info.sample_rate_hz - 1) // max(info.sample_rate_hz, 1)
 
     def _truncated_seconds(self, info: MediumInfo, plan: SamplingPlan) -> float:
@@ -508,7 +511,7 @@ class HfFrontend:
         return (self._samples(info, plan.sample_rate_hz) - plan.num_samples) / plan.sample_rate_hz
 
     def _frame_indices(self, number: int, info: MediumInfo, choice: SamplingChoice) -> list[int]:
-        """Frames that the model's own video processor chooses when it is asked for this, thinned evenly to the limit."""
+        """Frames chosen by the model's own video processor for this choice, thinned evenly to the limit."""
         assert self._processor is not None
         chooser, total = self._processor.video_processor, info.num_frames
         if total < 1 or info.fps <= 0:
@@ -516,16 +519,16 @@ class HfFrontend:
                 f"medium {number} (video) has no frames or no frame rate; re-encode the file"
             )
         group, most, limit = self._frame_limits(choice)
-        asked = choice.fps is not None or choice.num_frames is not None
-        least = min(total, group if asked else 2 * group)
+        is_requested = choice.fps is not None or choice.num_frames is not None
+        least = min(total, group if is_requested else 2 * group)
         if total == least:
             return thinned(range(total), limit)
-        wish = self._frames_wished(number, info, choice, group, least, most)
+        options = self._frames_wished(number, info, choice, group, least, most)
         if (
             choice.max_frames is not None
             and "max_frames" in inspect.signature(chooser.sample_frames).parameters
         ):
-            wish["max_frames"] = max(group, limit)
+            options["max_frames"] = max(group, limit)
         metadata = VideoMetadata(
             total_num_frames=total,
             fps=info.fps,
@@ -533,11 +536,11 @@ class HfFrontend:
             width=info.width,
             height=info.height,
         )
-        chosen = {min(total - 1, max(0, int(i))) for i in chooser.sample_frames(metadata=metadata, **wish)}
+        chosen = {min(total - 1, max(0, int(i))) for i in chooser.sample_frames(metadata=metadata, **options)}
         return thinned(sorted(chosen), limit)
 
     def _frame_limits(self, choice: SamplingChoice) -> tuple[int, int, int]:
-        """Frames of a temporal patch or of a group that is pooled, the most of a video, and the most in whole ones."""
+        """Frames of a group (a temporal patch, or frames to be pooled), the most of a video, and the most in whole groups."""
         assert self._processor is not None
         group = int(getattr(self._processor.video_processor, "temporal_patch_size", None) or 1)
         group = max(group, self._pooled_frames)
@@ -547,8 +550,9 @@ class HfFrontend:
         return group, most, max(1, most - most % group)
 
     def _plan_of_found(self, number: int, choice: SamplingChoice) -> SamplingPlan:
-        """The frames that were found in the video, thinned evenly to the limit. Those of timestamps are these alone; others are filled up to what
-        the model takes: whole temporal patches, and two of them.
+        """The plan of the frames found in the video, thinned evenly to the limit.
+
+        Nothing is added to frames of timestamps. Others are filled up as the model needs: whole temporal patches, and two of them.
         """
         assert self._processor is not None
         assert choice.found is not None
@@ -561,8 +565,8 @@ class HfFrontend:
                     "request fewer, or raise spec.gateway.media.video.maxFrames"
                 )
             return _plan_of(thinned(found, limit), group)
-        for own in (getattr(chooser, "num_frames", None), getattr(chooser, "max_frames", None)):
-            limit = min(limit, max(group, own - own % group)) if own else limit
+        for maximum in (getattr(chooser, "num_frames", None), getattr(chooser, "max_frames", None)):
+            limit = min(limit, max(group, maximum - maximum % group)) if maximum else limit
         frames = thinned(found, limit)
         whole = -(-len(frames) // group) * group
         return _plan_of(choice.found.filled(frames, min(limit, max(2 * group, whole))), group)
@@ -570,17 +574,17 @@ class HfFrontend:
     def _frames_wished(
         self, number: int, info: MediumInfo, choice: SamplingChoice, group: int, least: int, most: int
     ) -> dict[str, Any]:
-        """How the model's video processor is asked for frames. `group`: frames of a temporal patch; `least`, `most`: frames of this video.
+        """The arguments with which the model's video processor samples frames.
 
-        A processor with a number of frames of its own goes by that and not by a rate, unless it takes both; a requested rate becomes the number
-        that it would make of it otherwise.
+        `group`: frames of a temporal patch. `least`, `most`: frames of this video. A processor with its own number of frames uses that
+        number and not a rate, unless it takes both; a requested rate is converted to the number that it would give otherwise.
         """
         assert self._processor is not None
         chooser, total = self._processor.video_processor, info.num_frames
-        takes = inspect.signature(chooser.sample_frames).parameters
+        parameters = inspect.signature(chooser.sample_frames).parameters
         whole = total - total % group
         if choice.num_frames is not None:
-            if "num_frames" not in takes:
+            if "num_frames" not in parameters:
                 raise UnsupportedInputError(
                     f"medium {number} (video): num_frames: this model's processor samples by rate alone; use fps"
                 )
@@ -590,7 +594,7 @@ class HfFrontend:
         own_frames = getattr(chooser, "num_frames", None)
         if own_frames is None:
             return {"fps": rate}
-        if "skip_secs" in takes:
+        if "skip_secs" in parameters:
             return {"fps": rate, "num_frames": min(own_frames, most)}
         if choice.fps is not None:
             return {"num_frames": min(max(least, int(total / info.fps * rate)), whole)}
@@ -644,22 +648,22 @@ class HfFrontend:
         if modality == "audio":
             if num_samples < 1:
                 raise ValueError("it has no samples")
-            made = self._adapter.audio(self._inputs, np.broadcast_to(np.float32(0), (num_samples,)))
+            processed = self._adapter.audio(self._inputs, np.broadcast_to(np.float32(0), (num_samples,)))
         elif width < 1 or height < 1:
             raise ValueError("it has no pixels")
         elif modality == "image":
             pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
-            made = self._adapter.image(self._inputs, pixels, dict(size))
+            processed = self._adapter.image(self._inputs, pixels, dict(size))
         else:
             frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
-            made = self._adapter.video(self._inputs, frames, list(indices), fps, num_frames, dict(size))
-        facts = media_inputs.geometry(made.outputs)
-        inputs = media_inputs.tensors(made.outputs)
+            processed = self._adapter.video(self._inputs, frames, list(indices), fps, num_frames, dict(size))
+        facts = media_inputs.geometry(processed.outputs)
+        inputs = media_inputs.tensors(processed.outputs)
         work = self._adapter.work(inputs, facts)
         if modality == "video":
             facts |= {"source_fps": fps, "source_num_frames": num_frames}
         input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
-        return Probe(made.replacement, facts, work, input_bytes)
+        return Probe(processed.replacement, facts, work, input_bytes)
 
     def _place(
         self,
@@ -669,7 +673,7 @@ class HfFrontend:
         probes: Sequence[Probe],
         order: Sequence[Modality],
     ) -> list[MediumLayout]:
-        """Deal out the placeholder positions: markers of one modality keep the order of their media."""
+        """Assign the placeholder positions to the media. Markers of one modality keep the order of their media."""
         positions = iter([i for i, token in enumerate(token_ids) if token in self._placeholder_ids])
         total = sum(
             p.replacement.count(self._placeholder[i.modality]) for i, p in zip(media, probes, strict=True)
@@ -688,12 +692,12 @@ class HfFrontend:
         for modality in order:
             group = _group(media, next(queues[modality]))
             counts = {n: probes[n].replacement.count(self._placeholder[media[n].modality]) for n in group}
-            taken = [next(positions) for _ in range(sum(counts.values()))]
+            group_positions = [next(positions) for _ in range(sum(counts.values()))]
             for number in group:
-                own = taken
+                own = group_positions
                 if len(group) > 1:
                     token = self._adapter.placeholder_id(media[number].modality)
-                    own = [position for position in taken if token_ids[position] == token]
+                    own = [position for position in group_positions if token_ids[position] == token]
                 if len(own) != counts[number]:
                     raise CountMismatchError(
                         f"medium {number} ({media[number].modality}) has {counts[number]} placeholders, but {len(own)} beside those of the same "
@@ -719,7 +723,7 @@ class HfFrontend:
 
 
 def _group(media: Sequence[MediumInfo], number: int) -> list[int]:
-    """The numbers of the media that one marker stands for: a video and its sound, or another medium alone."""
+    """Numbers of the media behind one marker: a video and its sound, or another medium alone."""
     following = number + 1
     return [number, following] if following < len(media) and media[following].of_video else [number]
 
@@ -727,28 +731,28 @@ def _group(media: Sequence[MediumInfo], number: int) -> list[int]:
 def _without_sounds_of_videos(
     messages: Sequence[dict[str, Any]], media: Sequence[MediumInfo]
 ) -> Sequence[dict[str, Any]]:
-    """The messages without the parts of such sounds, for which there is no marker."""
+    """The messages without the audio parts of videos' sounds, which have no marker."""
     if not any(info.of_video for info in media):
         return messages
-    left = iter(media)
-    kept = []
+    remaining = iter(media)
+    stripped = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            content = [p for p in content if p.get("type") not in MODALITIES or not next(left).of_video]
-        kept.append({**message, "content": content})
-    return kept
+            content = [p for p in content if p.get("type") not in MODALITIES or not next(remaining).of_video]
+        stripped.append({**message, "content": content})
+    return stripped
 
 
-def _plan_of(found: Sequence[FoundFrame], group: int) -> SamplingPlan:
-    """Fewer than a temporal patch are this one, with the last frame repeated, as processors do where they take them."""
-    frames = [*found, *[found[-1]] * (group - len(found))]
-    indices, nominal = [one.index for one in frames], [one.nominal for one in frames]
+def _plan_of(chosen: Sequence[FoundFrame], group: int) -> SamplingPlan:
+    """The plan of these frames. The last one is repeated up to a whole temporal patch, as processors do if they take fewer."""
+    frames = [*chosen, *[chosen[-1]] * (group - len(chosen))]
+    indices, nominal = [frame.index for frame in frames], [frame.nominal for frame in frames]
     return SamplingPlan(frame_indices=indices, nominal_indices=[] if nominal == indices else nominal)
 
 
 def _pixels(probe: Probe, processor: Any) -> int:
-    """Of an image, or of each frame of a video, that such a processor has resized."""
+    """Pixels of an image, or of each frame of a video, after such a processor has resized it."""
     (grid,) = next(value for name, value in probe.geometry.items() if name.endswith("grid_thw"))
     return int(grid[-2] * grid[-1] * int(processor.patch_size) ** 2)
 
@@ -765,7 +769,7 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _written(value: Any, *, keys: bool = False) -> Iterator[str]:
-    """Every text of the user's in these fields of a message; `keys`: names of fields are the user's, too."""
+    """Every text by the user in these fields of a message. `keys`: names of fields are by the user, too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -780,7 +784,10 @@ def _written(value: Any, *, keys: bool = False) -> Iterator[str]:
 
 
 def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Only type and text of each part, or its reasoning: templates of multimodal models read content as a list of parts, and the result of a tool as text."""
+    """Content as a list of parts, and results of tools as text, as templates of multimodal models read them.
+
+    A part keeps only its type and its text, or its reasoning.
+    """
     normal = []
     for message in messages:
         content = message.get("content")
@@ -796,7 +803,7 @@ def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content as one string: templates of text models read it so, but for parts where one is the reasoning."""
+    """Content as one string, as templates of text models read it; parts stay if one of them is the reasoning."""
     normal = []
     for message in messages:
         content = message.get("content")
@@ -807,7 +814,7 @@ def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load_processor(folder: Path, adapter: Adapter, model: ModelSpec) -> tuple[Any, Any | None]:
-    """Tokenizer and, for multimodal models, the processor, with the tiles that `model` allows.
+    """Load the tokenizer and, for multimodal models, the processor, with the tiles that `model` allows.
 
     Raises:
         UnsupportedModelError: the folder has no usable tokenizer or processor, its images cannot have so many tiles, or frames of its videos
@@ -831,10 +838,10 @@ def load_processor(folder: Path, adapter: Adapter, model: ModelSpec) -> tuple[An
 
 
 def load_frontend(model: ModelSpec, media: MediaPolicy) -> HfFrontend:
-    """The frontend of a model: settings files only, no weights.
+    """Load the frontend of a model from settings files alone, without weights.
 
     Raises:
-        UnsupportedModelError: the model is missing or cannot be served; names the field and the remedy.
+        UnsupportedModelError: the model is missing or cannot be served; the message names the field and the remedy.
     """
     folder = source.resolve(model, weights=False)
     config = source.load_config(folder)

@@ -1,6 +1,6 @@
-"""Grammars that an answer must match, compiled by llguidance for one model's tokenizer. Independent of weights and of the network.
+"""Compiles the grammars of answers with llguidance for one model's tokenizer. Independent of weights and of the network.
 
-A constraint knows the tokens of its sequence and nothing else, so every pod that has them can make the same one.
+A constraint knows only the tokens of its sequence, so every pod with these tokens can make the same constraint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError, UnsupportedParameterError
 
 MAX_CACHED = 32  # grammars
-MAX_CACHED_CHARACTERS = 1 << 20  # of their sources
+MAX_CACHED_CHARACTERS = 1 << 20  # total of their sources
 TOKENS_AT_ONCE = 16  # other threads wait meanwhile
-MAX_CACHED_CPU_SECONDS = (
-    2.0  # of their compilation: one that takes long takes memory, up to some 100 MB a second
-)
+# Total of their compilation. A long compilation takes memory, up to some 100 MB per second.
+MAX_CACHED_CPU_SECONDS = 2.0
 PROBE_TOKENS = 16  # how far a new grammar is followed before it is accepted
 JSON_FORM = {
     # At most one space after a comma or colon: a model that repeats white space would never end its answer.
@@ -46,18 +45,18 @@ PARSER_LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
     "step_lexer_fuel": 200_000,  # some 14 ms
     "step_max_items": 50_000,
-    "max_lexer_states": 10_000,  # of up to 2 kB each, in every sequence
-    "verbose_errors": False,  # which quote the answer
+    "max_lexer_states": 10_000,  # each up to 2 kB, in every sequence
+    "verbose_errors": False,  # verbose errors quote the answer
 }
 _SPECIAL_TOKEN = re.compile(r"<\[\d+\]>")
 LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
 
 
 class Constraint:
-    """What the next token of one sequence may be. Not thread safe."""
+    """The allowed next tokens of one sequence. Not thread safe."""
 
     def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
-        """`mask_bytes`: of a mask, with one bit for each token of the tokenizer or the model, whichever has more."""
+        """`mask_bytes`: size of a mask, with one bit for each token of the tokenizer or the model, whichever has more."""
         self.matcher = matcher
         self.mask_bytes = mask_bytes
 
@@ -67,17 +66,17 @@ class Constraint:
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     def copy(self) -> Constraint:
-        """Another one that is as far as this one."""
+        """Another constraint at the same point of the answer."""
         return Constraint(self.matcher.deep_copy(), self.mask_bytes)
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Go on after the sequence's next tokens.
+        """Advance by the sequence's next tokens.
 
         Raises:
-            GrammarFailedError: they do not match, or a limit of the library has been reached, now or while a mask was computed.
+            GrammarFailedError: the tokens do not match, or a limit of the library has been reached, now or while a mask was computed.
         """
         new = list(token_ids)
-        for start in range(0, max(1, len(new)), TOKENS_AT_ONCE):  # without tokens too a failure shows
+        for start in range(0, max(1, len(new)), TOKENS_AT_ONCE):  # shows a failure even without tokens
             if not self.matcher.consume_tokens(new[start : start + TOKENS_AT_ONCE]):
                 raise _failure(self.matcher)
 
@@ -89,12 +88,15 @@ class _Compiled:
 
 
 class Grammars:
-    """The compiled grammars of one model, of which the newest are kept. Thread safe."""
+    """Compiles the grammars of one model and keeps the newest. Thread safe."""
 
     def __init__(
         self, load_tokenizer: Callable[[], Any], vocab_size: int, eos_token_ids: Iterable[int]
     ) -> None:
-        """`load_tokenizer()`: the Hugging Face tokenizer, called once a grammar is needed. `vocab_size`: of the model's logits."""
+        """`load_tokenizer()` returns the Hugging Face tokenizer, and is called once a grammar is needed.
+
+        `vocab_size`: size of the model's logits.
+        """
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
@@ -105,22 +107,25 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def __contains__(self, grammar: Grammar) -> bool:
-        """Whether it is compiled; then it is the last to make room."""
+        """Whether a grammar is compiled; if so, it becomes the last to make room."""
         return self._kept(grammar) is not None
 
     def begin(self, grammar: Grammar, output_token_ids: Iterable[int] = ()) -> Constraint:
-        """The constraint of a sequence with these output tokens so far. Compiling takes as long as `gateway/grammar_trial.py` lets it,
-        and loading the tokenizer a second: not for a thread that others wait for.
+        """The constraint of a sequence with these output tokens so far.
+
+        Compiling takes as long as `gateway/constraints/grammar_trial.py` allows, and loading the tokenizer takes a second: do not call
+        this on a thread that others wait for.
 
         Raises:
-            GrammarFailedError: the library cannot compile or follow the grammar; the message has its words.
+            GrammarFailedError: the library cannot compile or follow the grammar; the message has the library's words.
             UnsupportedParameterError: the model has no tokenizer for it.
         """
         return self._at(self._compiled_of(grammar), output_token_ids)
 
     async def begin_aside(self, grammar: Grammar, output_token_ids: Iterable[int] = ()) -> Constraint:
-        """As `begin`, but on other threads: of the compilations here only one runs at a time, and a compiled grammar waits for none.
-        What has begun goes on to its end when this is cancelled.
+        """Like `begin`, but on other threads. Only one compilation runs at a time, and a compiled grammar waits for none.
+
+        If this is cancelled, work that has begun continues to its end.
 
         Raises:
             GrammarFailedError: as for `begin`.
@@ -140,12 +145,12 @@ class Grammars:
             return compiled.matcher
 
     def _compiled_of(self, grammar: Grammar) -> LLMatcher:
-        if (kept := self._kept(grammar)) is not None:
-            return kept
+        if (cached := self._kept(grammar)) is not None:
+            return cached
         self._loaded()
-        begun = time.thread_time()
+        start = time.thread_time()
         matcher = self._compile(grammar)
-        compiled = _Compiled(matcher, time.thread_time() - begun)
+        compiled = _Compiled(matcher, time.thread_time() - start)
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > 1 and self._cached_too_much():
@@ -161,7 +166,7 @@ class Grammars:
         return (
             len(self._compiled) > MAX_CACHED
             or sum(len(grammar.source) for grammar in self._compiled) > MAX_CACHED_CHARACTERS
-            or sum(one.cpu_seconds for one in self._compiled.values()) > MAX_CACHED_CPU_SECONDS
+            or sum(compiled.cpu_seconds for compiled in self._compiled.values()) > MAX_CACHED_CPU_SECONDS
         )
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -193,20 +198,20 @@ class Grammars:
 
 
 def mask_bytes(vocab_size: int) -> int:
-    """Of a mask with one bit for each token, in whole words of 32."""
+    """Bytes of a mask with one bit for each token, in whole words of 32 bits."""
     return -(-vocab_size // 32) * 4
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of the model in a folder, for processes that have no other use for it."""
+    """Load the tokenizer of the model in a folder, for processes that have no other use for it."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def in_library_form(grammar: Grammar, *, special_token_id: int | None = None) -> str:
-    """The grammar as the library takes it. `special_token_id`: stands for every special token, where a vocabulary has no other.
+    """The grammar in the library's form. `special_token_id` stands for every special token if a vocabulary has no other.
 
     Raises:
-        GrammarFailedError: it is no text that the library can read.
+        GrammarFailedError: the library cannot read the grammar's text.
     """
     try:
         if grammar.type == "json_schema":
@@ -217,9 +222,9 @@ def in_library_form(grammar: Grammar, *, special_token_id: int | None = None) ->
         lark = composite["lark"]
         if special_token_id is not None:
             lark = _SPECIAL_TOKEN.sub(f"<[{special_token_id}]>", lark)
-        made = {name: _schema(json.dumps(one)) for name, one in composite["json_schema"].items()}
-        made |= {name: LLMatcher.grammar_from_regex(one) for name, one in composite["regex"].items()}
-        parts = [{**json.loads(one)["grammars"][0], "name": name} for name, one in made.items()]
+        converted = {name: _schema(json.dumps(schema)) for name, schema in composite["json_schema"].items()}
+        converted |= {name: LLMatcher.grammar_from_regex(regex) for name, regex in composite["regex"].items()}
+        parts = [{**json.loads(text)["grammars"][0], "name": name} for name, text in converted.items()]
         return json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})
     except ValueError as error:
         raise GrammarFailedError(on_one_line(str(error))) from error
@@ -230,7 +235,7 @@ def _schema(source: str) -> str:
 
 
 def _follow(matcher: LLMatcher) -> None:
-    """Follow a grammar a little way: one that nothing matches, or that takes too many steps, shows it at its first tokens."""
+    """Follow a grammar for its first tokens: there one fails that nothing matches, or that takes too many steps."""
     for _ in range(PROBE_TOKENS):
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
@@ -248,5 +253,5 @@ def _failure(matcher: LLMatcher) -> GrammarFailedError:
 
 
 def on_one_line(words: str) -> str:
-    """The library's words, at most 300 characters on one line, without what it appends for its developers."""
+    """The library's words on one line of at most 300 characters, without its addition for developers."""
     return " ".join(words.replace("<non-verbose/>", "").split())[:300]

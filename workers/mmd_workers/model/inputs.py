@@ -1,7 +1,7 @@
 """Runs a model's own Hugging Face processors on one medium: on real pixels, or on shapes alone. Independent of weights.
 
-Shapes alone means tensors on the meta device: the processor's code runs as it is, resizing, tiling and counting, but there
-are no pixels. So the counts of the gateway and those of the encoder come out of the same code and cannot differ.
+"Shapes alone" means tensors on the meta device: the processor's code runs as it is, resizing, tiling and counting, but there
+are no pixels. So the gateway and the encoder count with the same code and cannot differ.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from transformers.video_utils import VideoMetadata
 from mmd_api.contract.pools import Modality
 
 CHANNELS_FIRST = {"input_data_format": "channels_first", "return_tensors": "pt"}
-LARGEST_FACT = 64  # elements of an integer tensor that counts as a fact about a medium and not as data
+LARGEST_FACT = 64  # a tensor of up to this many integers counts as a fact about a medium, not as data
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """What a processor made of one medium: the text that replaces its marker, and the inputs of the tower."""
+    """One processed medium: the text in place of its marker, and the inputs of the tower."""
 
     replacement: str
     outputs: dict[str, Any]
 
 
 class _ShapeOnly:
-    """Wraps an image or video processor: takes meta tensors, returns shapes filled with one shared zero."""
+    """Wraps an image or video processor. It takes meta tensors and returns shapes filled with one shared zero."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -55,9 +55,9 @@ def _materialise(value: Any) -> Any:
 
 
 class _WhisperShapes:
-    """Wraps a Whisper feature extractor: counts the mel frames of a waveform without computing them.
+    """Wraps a Whisper feature extractor. It counts the mel frames of a waveform without computing them.
 
-    A waveform of n samples covers ceil(n / hop) frames; padding and truncation as `SequenceFeatureExtractor.pad` does.
+    A waveform of n samples covers ceil(n / hop) frames; padding and truncation follow `SequenceFeatureExtractor.pad`.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -103,7 +103,7 @@ class MediaInputs:
         self._settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
 
     def image(self, pixels: torch.Tensor, size: Mapping[str, int] | None = None) -> Processed:
-        """Process uint8 pixels [3, height, width]. `size`: in place of the processor's own setting."""
+        """Process uint8 pixels [3, height, width]. `size` replaces the processor's own setting."""
         settings = self._settings["images_kwargs"] | CHANNELS_FIRST
         if size:
             settings["size"] = dict(size)
@@ -112,9 +112,9 @@ class MediaInputs:
 
     @property
     def video_size(self) -> dict[str, int]:
-        """The setting by which frames are resized."""
-        own = self._settings["videos_kwargs"].get("size") or self.processor.video_processor.size
-        return {name: int(edge) for name, edge in dict(own).items() if edge}
+        """The processor's setting for resizing frames."""
+        setting = self._settings["videos_kwargs"].get("size") or self.processor.video_processor.size
+        return {name: int(edge) for name, edge in dict(setting).items() if edge}
 
     def video(
         self,
@@ -124,8 +124,10 @@ class MediaInputs:
         num_frames: int,
         size: Mapping[str, int] | None = None,
     ) -> Processed:
-        """Process uint8 frames [frames, 3, height, width] that are `indices` of a source of `num_frames` at `fps`. `size`: in place of the
-        processor's own setting."""
+        """Process uint8 frames [frames, 3, height, width], which are `indices` of a source of `num_frames` at `fps`.
+
+        `size` replaces the processor's own setting.
+        """
         metadata = VideoMetadata(
             total_num_frames=num_frames,
             fps=fps,
@@ -138,9 +140,7 @@ class MediaInputs:
         videos |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata]}
         if size:
             videos["size"] = dict(size)
-        if isinstance(
-            self.processor, OmniModalProcessorMixin
-        ):  # these ask for the rate instead of the metadata
+        if isinstance(self.processor, OmniModalProcessorMixin):  # asks for the rate instead of the metadata
             videos["fps"] = metadata.sampled_fps
             settings = self._settings | {"videos_kwargs": videos, "load_audio_from_video": False}
         else:
@@ -150,7 +150,7 @@ class MediaInputs:
         return Processed(texts[0], dict(outputs))
 
     def video_with_sound(self, video: Mapping[str, Any], audio_tokens: int) -> str:
-        """What stands for a video and its sound, by the facts of the processed video (`geometry`) and the number of tokens of the sound."""
+        """The text for a video and its sound, by the facts of the processed video (`geometry`) and the sound's number of tokens."""
         facts = {name: np.asarray(value) for name, value in video.items() if isinstance(value, list)}
         sound = {"num_audio_tokens": [audio_tokens]}
         return str(self.processor.replace_video_with_audio_token(facts, 0, sound, 0, **self._settings))
@@ -164,7 +164,7 @@ class MediaInputs:
 
 
 def processor_modalities(processor: Any) -> frozenset[Modality]:
-    """What a processor takes: it has the sub-processor and says what replaces the marker."""
+    """Modalities that a processor takes: it has their sub-processor, and a replacement for their marker."""
     parts: list[tuple[Modality, str, str]] = [
         ("image", "image_processor", "replace_image_token"),
         ("video", "video_processor", "replace_video_token"),
@@ -179,7 +179,7 @@ def processor_modalities(processor: Any) -> frozenset[Modality]:
 
 
 def geometry(outputs: dict[str, Any]) -> dict[str, Any]:
-    """The JSON-able facts of a processed medium: grids, sizes, tile counts, frame counts of masks."""
+    """The facts of a processed medium as JSON: grids, sizes, tile counts, frame counts of masks."""
     facts: dict[str, Any] = {}
     for name, value in outputs.items():
         if name.endswith("_features_mask") or name == "feature_attention_mask":
@@ -196,12 +196,12 @@ def geometry(outputs: dict[str, Any]) -> dict[str, Any]:
 
 def tensors(outputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a processed medium; lists of one tensor per item are stacked."""
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor):
-            found[name] = value
+            by_name[name] = value
         elif isinstance(value, np.ndarray):
-            found[name] = torch.from_numpy(value)
+            by_name[name] = torch.from_numpy(value)
         elif isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-            found[name] = torch.stack(value)
-    return found
+            by_name[name] = torch.stack(value)
+    return by_name

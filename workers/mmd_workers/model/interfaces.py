@@ -1,10 +1,10 @@
-"""The objects that speak for a model, each loading only what it needs. Independent of the network and the KV pool.
+"""The interfaces of a model's parts, each of which loads only what it needs. Independent of the network and the KV pool.
 
 - `Frontend` (gateway): tokenizer, chat template, exact placeholder layout from dimensions. No weights.
 - `EncoderModel` (encode role): towers and projectors.
 - `LanguageModel` (prefill and decode roles): embeddings, decoder stack, output head.
 
-What differs between architectures is in `model.adapters`, the only place that names one.
+The differences between architectures are in `model.adapters`, the only place that names one.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Frontend(Protocol):
 
     @property
     def call_spelling(self) -> Spelling | None:
-        """How the model writes calls of tools; None: in no form that is known."""
+        """How the model writes calls of tools; None: in no known form."""
         ...
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """How the model reasons before it answers; None: in no form that is known."""
+        """How the model reasons before it answers; None: in no known form."""
         ...
 
     def layout(
@@ -80,39 +80,40 @@ class Frontend(Protocol):
         reasons: bool | None = None,
         choices: Sequence[SamplingChoice] = (),
     ) -> RenderedPrompt:
-        """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use. `reasons`: whether the
-        answer begins with reasoning, where the template has a switch for it; None: as the template has it. `choices`: how each of the media is
-        sampled, as far as the request chooses; empty: it chooses nothing.
+        """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
+
+        `reasons`: whether the answer begins with reasoning, if the template has a switch for it; None: the template's default.
+        `choices`: how each medium is sampled, as far as the request chooses; empty: it chooses nothing.
 
         Raises:
-            UnsupportedInputError: the model cannot take this modality or size; names the part and the remedy.
+            UnsupportedInputError: the model cannot take this modality or size; the message names the part and the remedy.
         """
         ...
 
     def amounts(self, media: Sequence[MediumInfo], choices: Sequence[SamplingChoice]) -> list[MediaAmount]:
-        """How much of each of the media a prompt has with these choices. Fast: no text is laid out.
+        """The amount of each medium in a prompt with these choices. Fast: no text is laid out.
 
         Raises:
-            UnsupportedInputError: as `render`.
+            UnsupportedInputError: as for `render`.
         """
         ...
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of a text in which control tokens count as such. `special_tokens`: with those that the tokenizer puts around a text."""
+        """Encode a text in which control tokens count as such. `special_tokens`: add those that the tokenizer puts around a text."""
         ...
 
     def decode(
         self, token_ids: Sequence[int], *, special_tokens: bool = False, kept: AbstractSet[int] = frozenset()
     ) -> str:
-        """Text of token ids; special tokens other than those that are `kept` are skipped unless `special_tokens` is true."""
+        """Decode token ids to text. Special tokens are skipped, unless they are `kept` or `special_tokens` is true."""
         ...
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """How the vocabulary spells these tokens; "" for an id without one."""
+        """How the vocabulary spells these tokens; "" for an id without a token."""
         ...
 
     def sequences_of(self, word: str) -> list[list[int]]:
-        """Sequences of token ids that are this word in a text; empty: it has no tokens."""
+        """Sequences of token ids for this word in a text; empty if it has no tokens."""
         ...
 
 
@@ -124,7 +125,7 @@ class EncoderModel(Protocol):
     device: torch.device
 
     def frontend(self, policy: MediaPolicy | None = None) -> Frontend:
-        """Lays media out by this model's own processor, within the limits of a policy; default: those that it has by default."""
+        """A frontend that lays out media with this model's own processor, within a policy's limits (None: the default policy)."""
         ...
 
     def feature_headers(self, modality: Modality, num_tokens: int) -> dict[str, tuple[str, list[int]]]:
@@ -132,7 +133,7 @@ class EncoderModel(Protocol):
         ...
 
     def process(self, medium: Decoded, layout: MediumLayout) -> ProcessedMedium:
-        """CPU preprocessing with the model's own processor, of a medium or one of its `frame_pooling.clips`; safe in a thread.
+        """Preprocess a medium, or one of its `frame_pooling.clips`, on the CPU with the model's own processor; safe in a thread.
 
         Raises:
             CountMismatchError: processing arrived at other numbers than the layout.
@@ -140,7 +141,7 @@ class EncoderModel(Protocol):
         ...
 
     def blank(self, info: MediumInfo, layout: MediumLayout) -> ProcessedMedium:
-        """What `process` makes of a medium of these dimensions, without content: for measuring."""
+        """The result of `process` for a medium of these dimensions without content, for measuring."""
         ...
 
     def part(self, medium: ProcessedMedium, first: int, last: int) -> ProcessedMedium:
@@ -166,29 +167,34 @@ class LanguageModel(Protocol):
     max_model_len: int
     position_axes: int  # 1 or 3
     eos_token_ids: frozenset[int]
-    suppress_token_ids: tuple[int, ...]  # placeholders: never to be sampled
+    suppress_token_ids: tuple[int, ...]  # placeholders, never to be sampled
     device: torch.device
     dtype: torch.dtype
 
     def lower(
         self, token_ids: Sequence[int], media: Sequence[MediumLayout], output_token_ids: Sequence[int] = ()
     ) -> LoweredPrompt:
-        """Tokens and positions of a prompt (plus tokens already generated elsewhere), features missing. Nothing of it is on the device."""
+        """Lower a prompt, with tokens already generated elsewhere, to tokens and positions; its features are missing.
+
+        Nothing of it is on the device.
+        """
         ...
 
     def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
-        """Keep a feature with the prompt and mark it no longer missing. Raises CountMismatchError."""
+        """Keep a feature with the prompt, where it is no longer missing. Raises CountMismatchError."""
         ...
 
     def rows(
         self, prompt: LoweredPrompt, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """The tokens [start, end) of a prompt on the device: embeddings [n, hidden], positions [axes, n] and extras [n, hidden], with the
-        features that are here; rows of a missing one are zero."""
+        """The tokens [start, end) of a prompt on the device: embeddings [n, hidden], positions [axes, n] and extras [n, hidden].
+
+        The available features are in place; rows of missing ones are zero.
+        """
         ...
 
     def feature_bytes(self, modality: str, num_tokens: int) -> int:
-        """Bytes of all tensors of a feature of this many tokens, for reserving room before it is made."""
+        """Bytes of all tensors of a feature with this many tokens, to reserve room before it is made."""
         ...
 
     def embed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -202,5 +208,5 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 logits [n, vocab] of hidden states [n, hidden], soft-capped where the model does."""
+        """float32 logits [n, vocab] of hidden states [n, hidden], soft-capped if the model does so."""
         ...

@@ -1,4 +1,4 @@
-"""The language model of a checkpoint: embeddings, decoder stack, output head. Independent of the KV pool: the engine brings the attention."""
+"""The language model of a checkpoint: embeddings, decoder stack, output head. Independent of the KV pool: the engine has the attention."""
 
 from __future__ import annotations
 
@@ -45,18 +45,19 @@ class HfLanguageModel:
         self._table = self.decoder.get_input_embeddings()
         self._extra_names = adapter.extra_names()
         names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        made = {name: getattr(text, name, None) for name in names if requirements.uses(model, name)}
-        self._softcap = made.get("final_logit_softcapping")
-        self._scale = made.get("logit_scale") or 1 / (made.get("logits_scaling") or 1)
+        scalings = {name: getattr(text, name, None) for name in names if requirements.uses(model, name)}
+        self._softcap = scalings.get("final_logit_softcapping")
+        self._scale = scalings.get("logit_scale") or 1 / (scalings.get("logits_scaling") or 1)
         self.vocab_size = int(self._head.weight.shape[0])
         self.suppress_token_ids = adapter.placeholder_ids(self.vocab_size)
 
     def lower(
         self, token_ids: Sequence[int], media: Sequence[MediumLayout], output_token_ids: Sequence[int] = ()
     ) -> LoweredPrompt:
-        """Tokens and positions of a prompt (plus tokens already generated elsewhere), features missing. Nothing of it is on the device.
+        """Lower a prompt, with tokens already generated elsewhere, to tokens and positions; its features are missing.
 
-        Positions of `output_token_ids` go on as `generate` would: one more each, from the last column's largest axis.
+        Nothing of it is on the device. Positions of `output_token_ids` continue as in `generate`: one more each, from the last column's
+        largest axis.
         """
         prompt = torch.tensor(token_ids, dtype=torch.long)
         types = torch.zeros(len(prompt), dtype=torch.int)
@@ -81,10 +82,10 @@ class HfLanguageModel:
         )
 
     def fill(self, prompt: LoweredPrompt, medium: int, feature: Feature) -> None:
-        """Keep a feature with the prompt and mark it no longer missing.
+        """Keep a feature with the prompt, where it is no longer missing.
 
         Raises:
-            CountMismatchError: the feature has other rows or tensors than the placeholders ask for; nothing is changed.
+            CountMismatchError: the feature has other rows or tensors than the placeholders need; nothing is changed.
         """
         ranges = prompt.ranges[medium]
         tokens = sum(length for _, length in ranges)
@@ -103,14 +104,16 @@ class HfLanguageModel:
     def rows(
         self, prompt: LoweredPrompt, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """The tokens [start, end) of a prompt on the device: embeddings [n, hidden], positions [axes, n] and extras [n, hidden], with the
-        features that are here; rows of a missing one are zero."""
+        """The tokens [start, end) of a prompt on the device: embeddings [n, hidden], positions [axes, n] and extras [n, hidden].
+
+        The available features are in place; rows of missing ones are zero.
+        """
         ids = torch.tensor(prompt.token_ids[start:end], dtype=torch.long)
         pieces = [
             piece for medium, runs in prompt.ranges.items() for piece in _pieces(medium, runs, start, end)
         ]
         for piece in pieces:
-            ids[piece.target] = 0  # placeholders may be no rows of the table
+            ids[piece.target] = 0  # the table may have no rows for placeholders
         embeds, extras = self.embed(ids.to(self.device))
         for piece in pieces:
             if (feature := prompt.features.get(piece.medium)) is None:
@@ -129,7 +132,7 @@ class HfLanguageModel:
         return embeds, {name: torch.zeros_like(embeds) for name in self._extra_names}
 
     def feature_bytes(self, modality: str, num_tokens: int) -> int:
-        """Bytes of all tensors of a feature of this many tokens, for reserving room before it is made."""
+        """Bytes of all tensors of a feature with this many tokens, to reserve room before it is made."""
         levels = 1 + (len(self._extra_names) if modality != "audio" else 0)
         return num_tokens * self.hidden_size * self.dtype.itemsize * levels
 
@@ -149,7 +152,7 @@ class HfLanguageModel:
     def decoder_extras(self, extras: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Extras [tokens, hidden] as keyword arguments of the decoder.
 
-        Deepstack rows are added at every token: text has zeros there, so no mask has to be kept.
+        Deepstack rows are added at every token: text has zeros there, so no mask is needed.
         """
         if not self._extra_names:
             return {}
@@ -158,7 +161,7 @@ class HfLanguageModel:
         return {"visual_pos_masks": everywhere, "deepstack_visual_embeds": levels}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 logits [n, vocab] of hidden states [n, hidden], scaled and soft-capped where the model does."""
+        """float32 logits [n, vocab] of hidden states [n, hidden], scaled and soft-capped if the model does so."""
         with torch.no_grad():
             scores = self._head(hidden)
             if self._scale != 1:
@@ -170,7 +173,7 @@ class HfLanguageModel:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows `source` of a medium's feature, which are rows `target` of a chunk."""
+    """Rows `source` of a medium's feature, placed at rows `target` of a chunk."""
 
     medium: int
     source: slice
@@ -178,7 +181,7 @@ class _Piece:
 
 
 def _pieces(medium: int, runs: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[_Piece]:
-    """What a medium with these [start, length] runs has of the tokens [start, end)."""
+    """The pieces of a medium with these [start, length] runs among the tokens [start, end)."""
     before = 0
     for first, length in runs:
         begin, stop = max(start, first), min(end, first + length)
@@ -189,10 +192,10 @@ def _pieces(medium: int, runs: Sequence[tuple[int, int]], start: int, end: int) 
 
 
 def _kv_layout(decoder: torch.nn.Module, text: Any, dtype: torch.dtype) -> KvLayout:
-    """Heads and dims of every layer that owns KV; layers that read another's are not counted.
+    """Heads and dims of every layer with its own KV; layers that read another layer's KV are not counted.
 
     Raises:
-        UnsupportedModelError: the decoder keeps other state than attention KV.
+        UnsupportedModelError: the decoder has other state than attention KV.
     """
     kinds = set(getattr(text, "layer_types", None) or [])
     if kinds - SERVED_LAYERS:
@@ -232,7 +235,7 @@ def load_language_model(model: ModelSpec, device: torch.device) -> HfLanguageMod
     """Load the language model of a checkpoint, without its towers.
 
     Raises:
-        UnsupportedModelError: the model is missing, lacks weights or cannot be served; names the field and the remedy.
+        UnsupportedModelError: the model is missing, lacks weights or cannot be served; the message names the field and the remedy.
     """
     folder = source.resolve(model, weights=True)
     config = source.load_config(folder)

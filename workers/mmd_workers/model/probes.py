@@ -1,4 +1,4 @@
-"""What media of some size become, kept for the next of the same size. Independent of processors."""
+"""Probes of media by their size, kept for the next medium of the same size. Independent of processors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-OVERHEAD_BYTES = (
-    4096  # of a probe besides its text and its key: geometry, which is small, and Python's objects
-)
+OVERHEAD_BYTES = 4096  # a probe without its text and its key: its small geometry, and Python's objects
 KEY_ELEMENT_BYTES = 40  # an integer and the tuple's reference to it
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one medium becomes: its text, its facts, its work, and the bytes of the tower's inputs."""
+    """The facts of one processed medium: its text, its geometry, its work, and the bytes of the tower's inputs."""
 
     replacement: str
     geometry: dict[str, Any]
@@ -26,8 +24,10 @@ class Probe:
 
 
 class ProbeCache:
-    """`make`, remembering its results by their arguments within `budget_bytes`: clients choose how long the texts are, and send as many
-    sizes as they like. The least recently used go first; an error is not kept. Thread safe.
+    """Calls `make` and keeps its results by their arguments, within `budget_bytes`. Thread safe.
+
+    Clients choose how long the texts are, and send as many sizes as they like. The least recently used results go first; an error is
+    not kept.
     """
 
     def __init__(self, make: Callable[..., Probe], budget_bytes: int) -> None:
@@ -35,22 +35,22 @@ class ProbeCache:
         self._budget = budget_bytes
         self._used = 0
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[Hashable, ...], Probe] = OrderedDict()
+        self._probes: OrderedDict[tuple[Hashable, ...], Probe] = OrderedDict()
 
     def __call__(self, *key: Hashable) -> Probe:
-        """The probe of these arguments, made now or earlier."""
+        """The probe of these arguments, from now or from an earlier call."""
         with self._lock:
-            if (known := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return known
-        made = self._make(*key)
+            if (cached := self._probes.get(key)) is not None:
+                self._probes.move_to_end(key)
+                return cached
+        probe = self._make(*key)
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = made
-                self._used += _size(key, made)
+            if key not in self._probes:
+                self._probes[key] = probe
+                self._used += _size(key, probe)
             while self._used > self._budget:
-                self._used -= _size(*self._kept.popitem(last=False))
-        return made
+                self._used -= _size(*self._probes.popitem(last=False))
+        return probe
 
 
 def _size(key: tuple[Hashable, ...], probe: Probe) -> int:

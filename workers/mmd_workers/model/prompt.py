@@ -1,4 +1,4 @@
-"""What the model roles hand to each other: prompt layouts, features, lowered prompts. Knows no network and no KV pool."""
+"""Data that the model roles pass to each other: prompt layouts, features, lowered prompts. Knows no network and no KV pool."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ DegradedBy = Literal["context", "load", "failure"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """How a medium is to be sampled: which frames of a video, which sample rate of sound, and to which size an image is resized.
+    """How a medium is sampled: the frames of a video, the sample rate of a sound, the size to which an image is resized.
 
-    Chosen once, by the frontend, from `MediumInfo`, the model's processor settings and the request; the decoder executes it, and of an image the
-    processor. `size`: the processor's setting of this name; empty: its own. `nominal_indices`: of the same frames, where they would be at a constant
-    rate, from which the model gets their times; empty: they are at one. `pooled_frames`: successive ones that become one frame to the model. `page`: number of the document's page, from 1; 0: not a page.
-    `of_video`: a sound is that of the video before it, among whose tokens its own are.
+    The frontend chooses it once, from `MediumInfo`, the model's processor settings and the request. The decoder executes it, and for an
+    image the processor.
+
+    - `num_samples`: samples at `sample_rate_hz`.
+    - `size`: the processor's setting of this name; empty: its own.
+    - `nominal_indices`: indices of the same frames at a constant rate, from which the model gets their times; empty: they are at one.
+    - `pooled_frames`: number of successive frames that become one frame to the model.
+    - `page`: number of the document's page, from 1; 0: not a page.
+    - `of_video`: the sound belongs to the video before it, and its tokens are among that video's tokens.
     """
 
     frame_indices: list[int] = field(default_factory=list)
     sample_rate_hz: int = 0
-    num_samples: int = 0  # at sample_rate_hz
+    num_samples: int = 0
     size: dict[str, int] = field(default_factory=dict)
     nominal_indices: list[int] = field(default_factory=list)
     pooled_frames: int = 1
@@ -37,7 +42,7 @@ class SamplingPlan:
 
     @property
     def timed_indices(self) -> list[int]:
-        """The indices that stand for the times of the frames that the model gets: of several that become one, that in the middle."""
+        """The indices from which the model's frames get their times: for frames that become one, the index in the middle."""
         frames = self.nominal_indices or self.frame_indices
         return frames[self.pooled_frames // 2 :: self.pooled_frames]
 
@@ -52,18 +57,18 @@ class MediumLayout:
     geometry: dict[str, Any]  # JSON-able; e.g. {"image_grid_thw": [[1, 8, 6]]}
     sampling: SamplingPlan
     work: int  # encoder work: vision patches or mel frames before any pooling
-    host_bytes: int = 0  # decoded, plus the inputs of the tower
-    truncated_seconds: float = 0.0  # of sound beyond the model's window, which the model does not get
-    omitted_frames: int = (
-        0  # of a video, that the model does not get although the request's choice comes to them
-    )
-    omitted_pixels: int = 0  # of an image or of each frame, in the same way
+    host_bytes: int = 0  # the decoded medium and the inputs of the tower
+    truncated_seconds: float = 0.0  # sound beyond the model's window, which the model does not get
+    omitted_frames: int = 0  # a video's frames in the request's choice that the model does not get
+    omitted_pixels: int = 0  # likewise, pixels of an image or of each frame
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """A prompt with every placeholder expanded, known before any medium is decoded. `replaced_media`: of which a text stands in its place;
-    `degraded_by`: why the model gets less of its media than the request's choice comes to.
+    """A prompt with every placeholder expanded, known before any medium is decoded.
+
+    `replaced_media`: number of media with a text in their place. `degraded_by`: why the model gets less of its media than the request
+    chose.
     """
 
     token_ids: list[int]
@@ -74,8 +79,10 @@ class PromptLayout:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as text, each medium one marker of the template's. `reasoning_begins`: where the reasoning is when an answer begins; None: in a
-    model that has none. `encode`: lays it out."""
+    """A prompt as text, with one marker of the template for each medium. `encode` lays it out.
+
+    `reasoning_begins`: where the reasoning is when an answer begins; None: the model has none.
+    """
 
     num_characters: int
     reasoning_begins: Begin | None
@@ -84,9 +91,9 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedMedium:
-    """Inputs of the tower for one medium, made on the CPU; media with equal `shape_key` may share a run.
+    """Inputs of the tower for one medium, made on the CPU. Media with equal `shape_key` may share a run.
 
-    `part_tokens`: rows of each of the parts that may run without the others, such as frames; empty: it runs whole.
+    `part_tokens`: rows of each part that may run without the others, such as a frame; empty: the medium runs whole.
     """
 
     modality: Modality
@@ -98,14 +105,15 @@ class ProcessedMedium:
 
     @property
     def parts(self) -> int:
-        """How many runs it can be divided between."""
+        """Number of runs between which the medium can be divided."""
         return max(1, len(self.part_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What the language model gets of one medium. `tensors["embeddings"]`: [num_tokens, hidden]; architectures may add more
-    of the same first dimension (`deepstack.0`, ...).
+    """The language model's input for one medium.
+
+    `tensors["embeddings"]`: [num_tokens, hidden]; architectures may add more tensors of the same first dimension (`deepstack.0`, ...).
     """
 
     modality: Modality
@@ -126,31 +134,31 @@ class Feature:
 class LoweredPrompt:
     """A prompt in the language model's own terms. Features may still be missing: see `filled_until`.
 
-    positions: int64 [axes, tokens] with axes 1 (plain) or 3 (multi-axis rotary), in host memory. `next_position`: rotary position of the
-    first generated token (what `generate` uses: last column + 1). `atomic_ranges`: [start, end) token ranges that must be
-    prefilled in one chunk because attention inside is bidirectional. `features`: those that `LanguageModel.fill` brought, as they came;
-    `LanguageModel.rows` puts them into the rows of a chunk.
+    - `positions`: int64 [axes, tokens] with axes 1 (plain) or 3 (multi-axis rotary), in host memory.
+    - `next_position`: rotary position of the first generated token (as in `generate`: last column + 1).
+    - `missing`: medium number -> [first, last+1) of its placeholder positions.
+    - `atomic_ranges`: [start, end) token ranges that must be prefilled in one chunk because attention inside is bidirectional.
+    - `ranges`: medium number -> its [start, length] runs.
+    - `features`: medium number -> feature, as `LanguageModel.fill` brought it; `LanguageModel.rows` puts it into the rows of a chunk.
     """
 
     token_ids: list[int]
     positions: torch.Tensor
     next_position: int
-    missing: dict[int, tuple[int, int]]  # medium number -> [first, last+1) of its placeholder positions
+    missing: dict[int, tuple[int, int]]
     atomic_ranges: list[tuple[int, int]]
-    ranges: dict[int, list[tuple[int, int]]] = field(
-        default_factory=dict
-    )  # medium number -> its [start, length] runs
-    features: dict[int, Feature] = field(default_factory=dict)  # by medium number
+    ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    features: dict[int, Feature] = field(default_factory=dict)
 
     @property
     def filled_until(self) -> int:
-        """Tokens before the first missing feature: prefill may go this far."""
+        """Number of tokens before the first missing feature: prefill may go this far."""
         return min((start for start, _ in self.missing.values()), default=len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Geometry of the KV of a model, or of a pool. Peers whose layouts differ never pair. One entry per KV layer.
+    """KV geometry of a model or a pool, with one entry per KV layer. Peers with different layouts never pair.
 
     `packed`: the format of rows in 8 bits; `head_dim` is then the bytes of a row, and the dtype uint8.
     """
@@ -162,7 +170,7 @@ class KvLayout:
     packed: KvDtype = "Model"
 
     def packed_as(self, kv_dtype: KvDtype) -> KvLayout:
-        """That of a pool which keeps a model's KV in this type."""
+        """The layout of a pool that keeps a model's KV in this type."""
         if kv_dtype == "Model":
             return self
         rows = [row_bytes(dim, kv_dtype) for dim in self.head_dim]

@@ -1,7 +1,7 @@
-"""What an architecture's decoder needs beyond what the split gives it, read from the architecture's own source. Runs nothing.
+"""Finds inputs of an architecture's decoder that the split does not provide, in the architecture's own source. Runs nothing.
 
-An architecture is served without a line of code if its outer model does no more than put features in the places of placeholders and
-call the decoder. One that hands its decoder anything else would be served with wrong answers: it is refused here.
+An architecture is served without a line of code if its outer model only puts features in the places of placeholders and calls the
+decoder. An architecture that passes anything else to its decoder would give wrong answers: it is refused here.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ NO_INPUTS = frozenset(
         "return_dict",
     }
 )
-"""Parameters that change no logit, or follow from what is provided."""
+"""Parameters that change no logit, or follow from the provided ones."""
 OF_OTHER_TASKS = frozenset({"encoder_hidden_states", "encoder_attention_mask", "token_type_ids"})
 """Parameters of text models that plain generation leaves out."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def check(model: Any, adapter: Adapter) -> None:
-    """Make sure that the split provides all that the decoder of `model` needs.
+    """Check that the split provides everything that the decoder of `model` needs.
 
     Raises:
-        UnsupportedModelError: it does not; names the inputs and the remedy.
+        UnsupportedModelError: it does not; the message names the inputs and the remedy.
     """
     missing = missing_inputs(model, adapter)
     if missing:
@@ -54,30 +54,31 @@ def check(model: Any, adapter: Adapter) -> None:
 
 
 def missing_inputs(model: Any, adapter: Adapter) -> list[str]:
-    """What the decoder needs and does not get, sorted; each a parameter's name, or a phrase."""
+    """Inputs that the decoder needs and does not get, sorted. Each is a parameter's name or a phrase."""
     base, decoder = model.base_model, model.get_decoder()
     provided = PROVIDED | (DEEPSTACK if adapter.provides_deepstack() else frozenset())
     parameters = inspect.signature(decoder.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     accepted = {p.name for p in parameters if p.kind not in variable} - NO_INPUTS
-    found: set[str] = set()
+    missing: set[str] = set()
     if base is decoder:
-        found |= accepted - provided - OF_OTHER_TASKS
+        missing |= accepted - provided - OF_OTHER_TASKS
     else:
-        found |= accepted - provided
-        found |= _passed_inputs(model, base, decoder) - provided - NO_INPUTS
+        missing |= accepted - provided
+        missing |= _passed_inputs(model, base, decoder) - provided - NO_INPUTS
         if any(_writes_embeddings(outer) for outer in (base, model)):
-            found.add("separate embeddings for tokens other than the placeholders")
+            missing.add("separate embeddings for tokens other than the placeholders")
         if adapter.bidirectional == "nothing" and any(_makes_masks(outer) for outer in (base, model)):
-            found.add("a mask in which the tokens of a medium see each other (bidirectional attention)")
+            missing.add("a mask in which the tokens of a medium see each other (bidirectional attention)")
     if adapter.bidirectional != "prompt" and any(_is_bidirectional(module) for module in decoder.modules()):
-        found.add("a mask in which tokens see later ones (bidirectional attention)")
-    return sorted(found)
+        missing.add("a mask in which tokens see later ones (bidirectional attention)")
+    return sorted(missing)
 
 
 def uses(model: Any, setting: str) -> bool:
-    """Whether the forward of `model` reads this setting of its text model: some multimodal models leave out what their text model does
-    to the logits.
+    """Whether the forward of `model` reads this setting of its text model.
+
+    Some multimodal models leave out what their text model does to the logits.
     """
     try:
         return setting in inspect.getsource(inspect.unwrap(type(model).forward))
@@ -90,25 +91,26 @@ def _is_bidirectional(module: torch.nn.Module) -> bool:
 
 
 def _passed_inputs(model: Any, base: Any, decoder: Any) -> set[str]:
-    """Names of the arguments with which the outer model calls its decoder, or the text model that has it; a phrase for what
-    cannot be read.
+    """Names of the arguments with which the outer model calls its decoder, or the text model that has it.
+
+    A phrase stands for arguments that cannot be read.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     callers, called = [base] if base is model else [base, model], False
-    for outer in callers:  # grows
+    for outer in callers:  # the list grows meanwhile
         inside = {name: child for name, child in outer.named_modules() if _has(child, decoder)}
         for call in _calls(outer):
             child = inside.get(_name(call))
             if child is None or child is base or child is outer:
                 continue
-            found |= _arguments(call, child, outer)
+            names |= _arguments(call, child, outer)
             if child is decoder:
                 called = True
             elif child not in callers:
                 callers.append(child)
     if not called:
-        found.add("an unknown input (the source of its outer model shows no call of it)")
-    return found
+        names.add("an unknown input (the source of its outer model shows no call of it)")
+    return names
 
 
 def _has(module: Any, decoder: Any) -> bool:
@@ -116,9 +118,9 @@ def _has(module: Any, decoder: Any) -> bool:
 
 
 def _arguments(call: ast.Call, child: Any, outer: Any) -> set[str]:
-    """Names of the arguments of a call of `child` in the forward of `outer`; those given by position have the names of its parameters."""
-    own = inspect.signature(type(outer).forward).parameters.values()
-    passed_on = {p.name for p in own if p.kind is inspect.Parameter.VAR_KEYWORD}
+    """Names of the arguments with which the forward of `outer` calls `child`; positional ones are named after its parameters."""
+    outer_parameters = inspect.signature(type(outer).forward).parameters.values()
+    passed_on = {p.name for p in outer_parameters if p.kind is inspect.Parameter.VAR_KEYWORD}
     unknown = (
         "an unknown input (the source of its outer model gives it by *args or **kwargs of its own making)"
     )
@@ -131,9 +133,9 @@ def _arguments(call: ast.Call, child: Any, outer: Any) -> set[str]:
         p.name for p in inspect.signature(child.forward).parameters.values() if p.kind in positional
     ]
     for position, value in enumerate(call.args):
-        known = not isinstance(value, ast.Starred) and position < len(parameters)
-        names.add(parameters[position] if known else unknown)
-    # What the forward itself adds to the arguments that it passes on.
+        is_named = not isinstance(value, ast.Starred) and position < len(parameters)
+        names.add(parameters[position] if is_named else unknown)
+    # Arguments that the forward itself adds to those it passes on.
     for node in _nodes(outer):
         for target in node.targets if isinstance(node, ast.Assign) else ():
             if isinstance(target, ast.Subscript) and ast.unparse(target.value) in passed_on:
@@ -146,9 +148,8 @@ def _makes_masks(outer: Any) -> bool:
     """Whether the forward of `outer` uses the modality of tokens for anything but their positions."""
     for call in _calls(outer):
         name = _name(call)
-        if (
-            "rope" in name or "position" in name or name == "model"
-        ):  # its own outer forward passes everything on
+        # `model` is its own outer forward, which passes everything on.
+        if "rope" in name or "position" in name or name == "model":
             continue
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
         names = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
@@ -158,7 +159,7 @@ def _makes_masks(outer: Any) -> bool:
 
 
 def _writes_embeddings(outer: Any) -> bool:
-    """Whether the forward of `outer` assigns rows of the embeddings one by one: features are scattered in one call."""
+    """Whether the forward of `outer` assigns rows of the embeddings one by one; features are scattered in one call."""
     return any(
         isinstance(target, ast.Subscript) and ast.unparse(target.value) == "inputs_embeds"
         for node in _nodes(outer)

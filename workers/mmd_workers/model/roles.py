@@ -1,4 +1,4 @@
-"""Load one role's share of a checkpoint: the towers and projectors, or the language model. Independent of the tokenizer and requests.
+"""Loads one role's share of a checkpoint: the towers and projectors, or the language model. Independent of the tokenizer and requests.
 
 The real Hugging Face class is subclassed and the children that the role does not need are replaced while the model is
 still on the meta device; `from_pretrained` then asks safetensors for the remaining names only, so other bytes are never read.
@@ -19,7 +19,9 @@ from mmd_api.contract.errors import UnsupportedModelError
 ModelPart = Literal["encoder", "language"]
 
 _LOADING = threading.Lock()
-"""Of two loads at once transformers may leave its own functions replaced: no later model of the process would have its tied weights."""
+"""Keeps loads apart. Two at once may leave transformers' own functions replaced, and no later model of the process would have its tied
+weights.
+"""
 
 
 class Absent(nn.Module):
@@ -35,26 +37,26 @@ class Absent(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Some parents ask their tower for its dtype while they are built."""
+        """A dtype for parents that read their tower's while they are built."""
         return torch.float32
 
 
 FEATURE_LAYER_MODELS = frozenset({"llava", "llava_next", "video_llava"})
-"""Model types whose features are nothing but the hidden states that `vision_feature_layer` names, by default not those of the last layer."""
+"""Model types whose features are only the hidden states named by `vision_feature_layer`, by default not those of the last layer."""
 
 
 def drop_unread_layers(model: Any, config: Any) -> None:
-    """Replace layers of vision towers behind the last one whose output a feature is made of.
+    """Replace the layers of vision towers behind the last one that features are made of.
 
-    What replaces them is of the layer's class, for transformers collects the outputs of that class by their index, and passes its input on.
+    A replacement passes its input on. It has the layer's class, because transformers collects the outputs of that class by index.
     """
     if config.model_type not in FEATURE_LAYER_MODELS:
         return
     depth = getattr(config.vision_config, "num_hidden_layers", 0)  # timm's towers have none
-    given = config.vision_feature_layer
+    selected = config.vision_feature_layer
     read = max(
         index % (depth + 1)  # the first hidden state is the first layer's input
-        for index in ([given] if isinstance(given, int) else given)
+        for index in ([selected] if isinstance(selected, int) else selected)
     )
     for name, tower in model.named_children():
         for layers in tower.modules() if name.endswith("_tower") else ():
@@ -78,12 +80,12 @@ def architecture_class(config: Any) -> type[Any]:
     """The Hugging Face class of a configuration.
 
     Raises:
-        UnsupportedModelError: transformers has none, or it does not generate text.
+        UnsupportedModelError: transformers has no such class, or it does not generate text.
     """
     names = list(getattr(config, "architectures", None) or [])
     for mapping in ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
-        found = getattr(transformers.models.auto.modeling_auto, mapping, {}).get(config.model_type)
-        names += [found] if isinstance(found, str) else list(found or [])
+        mapped = getattr(transformers.models.auto.modeling_auto, mapping, {}).get(config.model_type)
+        names += [mapped] if isinstance(mapped, str) else list(mapped or [])
     if config.model_type.endswith("_thinker"):
         stem = {"qwen2_5_omni_thinker": "Qwen2_5Omni", "qwen3_omni_moe_thinker": "Qwen3OmniMoe"}.get(
             config.model_type
@@ -100,9 +102,9 @@ def architecture_class(config: Any) -> type[Any]:
 
 
 def sliced_class(cls: type[Any], role: ModelPart) -> type[Any]:
-    """A subclass of `cls` that builds only the children which `role` needs.
+    """A subclass of `cls` that builds only the children needed by `role`.
 
-    Name and module stay those of `cls`: transformers decides by them which checkpoint key renaming applies.
+    It keeps the name and module of `cls`, by which transformers decides which checkpoint key renaming applies.
     """
 
     class Sliced(cls):  # type: ignore[misc]
@@ -136,10 +138,10 @@ def sliced_class(cls: type[Any], role: ModelPart) -> type[Any]:
 def load_role(
     folder: Path, config: Any, role: ModelPart, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, int]:
-    """Load a role's model in evaluation mode. Returns it and the bytes of its weights, shared ones counted once.
+    """Load a role's model in evaluation mode. Returns it and the bytes of its weights, counting shared ones once.
 
     Raises:
-        UnsupportedModelError: weights are missing or have other shapes than the architecture asks for.
+        UnsupportedModelError: weights are missing or have other shapes than the architecture needs.
     """
     cls = sliced_class(architecture_class(config), role)
     transformers.logging.disable_progress_bar()
@@ -164,9 +166,8 @@ def load_role(
             f"(first: {wrong[0]}); the checkpoint is incomplete, or its architecture differs from config.json"
         )
     if role == "language" and model.base_model is not model.get_decoder():
-        for name in list(
-            model.base_model._parameters
-        ):  # one row, such as the separator of tiled images: the encoder's
+        # A single row, such as the separator of tiled images, belongs to the encoder.
+        for name in list(model.base_model._parameters):
             model.base_model._parameters[name] = None
     model.eval().requires_grad_(False).to(device)
     tensors = {t.data_ptr(): t.numel() * t.element_size() for t in model.parameters() if t.numel()}

@@ -1,8 +1,7 @@
-"""Which media may share a run of a tower, how their inputs become those of one run, and where one medium may be divided between runs.
+"""Rules by which media share a run of a tower and one medium is divided between runs. Independent of architectures.
 
-Inputs are joined, never padded: no row of a run belongs to nobody, and the memory of a run grows with its work alone. A medium is divided
-where no attention, convolution or pooling crosses: so what its parts give, one after the other, is what it gives whole. Independent of
-architectures.
+Inputs are joined, never padded: every row of a run belongs to a medium, and the memory of a run grows with its work alone. A medium
+is divided where no attention, convolution or pooling crosses: its parts, one after the other, give the same rows as the whole.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 class TowerRun:
-    """Of media whose inputs have one shape, none of them divided: what holds for every architecture.
+    """Runs of media whose inputs have one shape, without dividing any of them: valid for every architecture.
 
-    `reads_single_frames`: of a video, each frame alone, so that what the tower makes of one depends on no other.
+    `reads_single_frames`: the tower reads each frame of a video alone, so that its result depends on no other frame.
     """
 
     reads_single_frames = False
@@ -32,26 +31,29 @@ class TowerRun:
         return {name: torch.cat([inputs[name] for inputs in media]) for name in media[0]}
 
     def part_tokens(self, inputs: Inputs, num_tokens: int) -> tuple[int, ...]:
-        """Rows of each of the parts, in order, of a medium with this many rows."""
+        """Rows of each part of a medium with this many rows, in order."""
         del inputs
         return (num_tokens,)
 
     def part(self, inputs: Inputs, first: int, last: int) -> dict[str, Any]:
-        """Inputs of the parts [first, last). A medium of one part is not asked."""
+        """Inputs of the parts [first, last). It is not called for a medium of one part."""
         raise NotImplementedError
 
 
 class Along(TowerRun):
-    """Joined along one dimension of each input, in which media may differ."""
+    """Joins media along one dimension of each input, in which they may differ."""
 
     def __init__(self, dims: Mapping[str, int], divided: bool = False) -> None:
-        """`dims`: by input; others are joined along their first and have one shape. `divided`: each index in these is a part."""
+        """`dims`: dimension by input; other inputs are joined along their first and have one shape.
+
+        `divided`: each index in these dimensions is a part.
+        """
         self._dims = dims
         self._divided = divided
         self.reads_single_frames = divided
 
     def key(self, inputs: Inputs, num_tokens: int) -> Hashable:
-        """Whatever the size in the dimensions that are joined."""
+        """The key does not depend on the size in the joined dimensions."""
         del num_tokens
         return tuple(sorted((name, self._fixed(name, tensor)) for name, tensor in inputs.items()))
 
@@ -59,18 +61,18 @@ class Along(TowerRun):
         return tuple(size for dim, size in enumerate(tensor.shape) if dim != self._dims.get(name))
 
     def join(self, media: Sequence[Inputs]) -> dict[str, Any]:
-        """Without padding."""
+        """Join the inputs without padding."""
         return {name: torch.cat([m[name] for m in media], self._dims.get(name, 0)) for name in media[0]}
 
     def part_tokens(self, inputs: Inputs, num_tokens: int) -> tuple[int, ...]:
-        """The same number in each."""
+        """Each part has the same number of rows."""
         if not self._divided:
             return (num_tokens,)
         (parts,) = {inputs[name].shape[dim] for name, dim in self._dims.items()}
         return (num_tokens // parts,) * parts
 
     def part(self, inputs: Inputs, first: int, last: int) -> dict[str, Any]:
-        """Views."""
+        """Views of the inputs."""
         return {
             name: tensor.narrow(self._dims[name], first, last - first) if name in self._dims else tensor
             for name, tensor in inputs.items()
@@ -78,7 +80,7 @@ class Along(TowerRun):
 
 
 class Patches(Along):
-    """Packed patches [patches, values] and the grid [1, 3] that they make: frames, rows, columns. Frames are parts: attention ends with each."""
+    """Packed patches [patches, values] with their grid [1, 3]: frames, rows, columns. Frames are parts: attention ends with each."""
 
     def __init__(self, patches: str, grid: str) -> None:
         super().__init__({patches: 0})
@@ -86,12 +88,12 @@ class Patches(Along):
         self._grid = grid
 
     def part_tokens(self, inputs: Inputs, num_tokens: int) -> tuple[int, ...]:
-        """The same number in each frame."""
+        """Each frame has the same number of rows."""
         frames = int(inputs[self._grid][0, 0])
         return (num_tokens // frames,) * frames
 
     def part(self, inputs: Inputs, first: int, last: int) -> dict[str, Any]:
-        """Views of the patches, and another grid."""
+        """Views of the patches, with a grid of their own."""
         patches, grid = inputs[self._patches], inputs[self._grid].clone()
         rows = patches.shape[0] // int(grid[0, 0])
         grid[0, 0] = last - first
@@ -107,6 +109,6 @@ class Tiles(Along):
         self._pixels = pixels
 
     def join(self, media: Sequence[Inputs]) -> dict[str, Any]:
-        """The model splits them by the sizes of the images."""
+        """Join the tiles; the model splits them by the sizes of the images."""
         joined = super().join(media)
         return joined | {self._pixels: joined[self._pixels].flatten(0, 1)}

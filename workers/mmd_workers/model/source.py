@@ -1,4 +1,4 @@
-"""Where a model's files are and what its configuration contains. Reads settings files only; independent of weights and architectures."""
+"""Finds a model's files and reads its configuration. Reads settings files only; independent of weights and architectures."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch
 
 
 def resolve(spec: ModelSpec, *, weights: bool) -> Path:
-    """The local folder of a model, fetched from the hub when `spec.id` names neither a folder nor a built-in model.
+    """Find the local folder of a model. It is fetched from the hub if `spec.id` names neither a folder nor a built-in model.
 
     `weights` False fetches settings only. The token for private repositories is read from HF_TOKEN.
 
     Raises:
-        UnsupportedModelError: there is no such model; names spec.model.id and the remedy.
+        UnsupportedModelError: there is no such model; the message names spec.model.id and the remedy.
     """
     if spec.id in BUILTIN:
         return _checked(Path(str(resources.files("mmd_workers.model"))) / BUILTIN[spec.id], spec.id)
@@ -53,10 +53,10 @@ def resolve(spec: ModelSpec, *, weights: bool) -> Path:
 
 
 def resolve_adapter(spec: AdapterSpec, *, weights: bool) -> Path:
-    """The local folder of an adapter, found as that of a model is.
+    """Find the local folder of an adapter, in the same way as for a model.
 
     Raises:
-        UnsupportedModelError: there is no such adapter; names its entry in spec.engine.adapters and the remedy.
+        UnsupportedModelError: there is no such adapter; the message names its entry in spec.engine.adapters and the remedy.
     """
     field = f"spec.engine.adapters[{spec.name}]"
     folder = _folder(spec, field, [ADAPTER_CONFIG, ADAPTER_WEIGHTS] if weights else [ADAPTER_CONFIG])
@@ -68,7 +68,7 @@ def resolve_adapter(spec: AdapterSpec, *, weights: bool) -> Path:
 
 
 def commit_of(folder: Path, spec: ModelSpec | AdapterSpec) -> str | None:
-    """The commit that a hub repository's folder holds; None for a folder that is no hub repository."""
+    """The commit in a hub repository's folder; None if the folder is no hub repository."""
     is_snapshot = folder.parent.name == "snapshots" and spec.id not in BUILTIN and not Path(spec.id).is_dir()
     return folder.name if is_snapshot else None
 
@@ -142,7 +142,7 @@ def _from_hub(spec: ModelSpec | AdapterSpec, field: str, patterns: list[str]) ->
 
 
 def load_config(folder: Path) -> Any:
-    """The Hugging Face configuration of the part that is served: of an omni model, the thinker.
+    """Load the Hugging Face configuration of the served part: for an omni model, the thinker.
 
     Raises:
         UnsupportedModelError: the installed transformers does not know this model type.
@@ -158,7 +158,7 @@ def load_config(folder: Path) -> Any:
 
 
 def resolve_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
-    """The dtype of weights, embeddings and KV. Auto: what the checkpoint was saved in, float32 where it does not say."""
+    """The dtype of weights, embeddings and KV. Auto: the dtype of the saved checkpoint, or float32 if it states none."""
     if spec.dtype != "Auto":
         return DTYPES[spec.dtype]
     for source in (config, config.get_text_config()):
@@ -172,7 +172,7 @@ def resolve_max_model_len(spec: ModelSpec, config: Any) -> int:
     """The longest sequence, prompt and output together, in tokens.
 
     Raises:
-        UnsupportedModelError: spec.model.maxModelLen exceeds what the model was made for.
+        UnsupportedModelError: spec.model.maxModelLen exceeds the positions of the model.
     """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if spec.max_model_len is None:
@@ -185,14 +185,14 @@ def resolve_max_model_len(spec: ModelSpec, config: Any) -> int:
 
 
 def eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    """Ids that end an answer: generation_config.json first, the model's configuration otherwise."""
-    found: Any = None
+    """Token ids that end an answer, from generation_config.json or else from the model's configuration."""
+    token_ids: Any = None
     if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    if found is None:
-        found = getattr(config.get_text_config(), "eos_token_id", None)
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
+        token_ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    if token_ids is None:
+        token_ids = getattr(config.get_text_config(), "eos_token_id", None)
+    if token_ids is None:
+        token_ids = getattr(config, "eos_token_id", None)
+    if token_ids is None:
         return frozenset()
-    return frozenset(int(i) for i in (found if isinstance(found, (list, tuple)) else [found]))
+    return frozenset(int(i) for i in (token_ids if isinstance(token_ids, (list, tuple)) else [token_ids]))

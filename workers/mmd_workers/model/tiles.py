@@ -1,4 +1,4 @@
-"""How many tiles a processor may cut an image into, where a deployment allows fewer than its checkpoint."""
+"""Limits the tiles into which a processor cuts an image, if a deployment allows fewer than its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FIELD = "spec.model.maxImageTiles"
 
 
 def bound_tiles(processor: Any, most: int) -> None:
-    """Let a processor cut no image into more than `most` tiles, an overview of the whole image not counted.
+    """Let a processor cut an image into at most `most` tiles, not counting an overview of the whole image.
 
     Raises:
-        UnsupportedModelError: it cuts none, or always more; names the field and the remedy.
+        UnsupportedModelError: it cuts no images, or always into more tiles; the message names the field and the remedy.
     """
     images = (
         processor.image_processor if processor is not None and hasattr(processor, "image_processor") else None
@@ -34,7 +34,7 @@ def bound_tiles(processor: Any, most: int) -> None:
 
 
 def _bound_grids(images: Any, most: int) -> None:
-    """Of a processor that chooses one of several resolutions, [height, width] in whole tiles."""
+    """Limit a processor that chooses one of several resolutions, [height, width] in whole tiles."""
     side = min(min(grid) for grid in images.image_grid_pinpoints)
     numbers = [(height // side) * (width // side) for height, width in images.image_grid_pinpoints]
     if most < min(numbers):
@@ -47,6 +47,6 @@ def _bound_grids(images: Any, most: int) -> None:
 
 
 def follow_tiles(config: Any, processor: Any) -> None:
-    """Let a model's configuration have the resolutions of its processor, of which towers compute how many tiles an image has."""
+    """Give a model's configuration the resolutions of its processor, from which towers compute the tiles of an image."""
     if getattr(config, "image_grid_pinpoints", None):
         config.image_grid_pinpoints = processor.image_processor.image_grid_pinpoints

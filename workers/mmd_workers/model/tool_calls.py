@@ -16,11 +16,14 @@ _PROBED = ("mmd_probed_tool", "mmd_probed_key", "mmd_probed_value", "mmd_probed_
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a family of models writes calls, as regular expressions. What they match is bounded, so that no more text than that is held.
+    """The form in which a family of models writes calls, as regular expressions. Their matches are bounded, and so is the held text.
 
-    `marker`: begins a call, or a list of calls; without one a call begins with the answer. `first`: from the marker to the arguments of a
-    call, with the groups `open`, `name` and `middle`. `after`: what follows the arguments. `following`: from there to the arguments of the
-    next call of a list. `last`: the end of the list. `separator`: between calls, as the model writes it; None: it makes one call.
+    - `marker`: begins a call, or a list of calls; without a marker a call begins with the answer.
+    - `first`: from the marker to the arguments of a call, with the groups `open`, `name` and `middle`.
+    - `after`: follows the arguments.
+    - `following`: from there to the arguments of the next call of a list.
+    - `last`: the end of the list.
+    - `separator`: text between calls, as the model writes it; None: it makes one call.
     """
 
     marker: str
@@ -59,13 +62,18 @@ FORMS: dict[str, CallForm] = {
     ),
 }
 MAY_BE_TOKENS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
-"""Parts of calls that some models have as tokens of their own: special ones, which texts leave out, and others, which no shorter tokens may spell."""
+"""Parts of calls that some models have as tokens of their own.
+
+Some are special tokens, which texts leave out. Others may not be spelled by shorter tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How one model writes calls: `begin`, then for each call `open`, its name, `middle`, its arguments and `close`, with the form's separator
-    between calls, and `end`. `tokens`: the ids of those parts of calls that are tokens of their own.
+    """How one model writes calls.
+
+    It writes `begin`, then for each call `open`, its name, `middle`, its arguments and `close`, with the form's separator between calls,
+    and `end`. `tokens`: ids of the parts of calls that are tokens of their own.
     """
 
     form: CallForm
@@ -78,22 +86,25 @@ class Spelling:
 
 
 def spelling_of(rendered: str, before: str, tokens: dict[str, int]) -> Spelling | None:
-    """How a template writes calls, given what it makes of `probed_call`, and of the messages before the call; None: in another form."""
+    """How a template writes calls; None: in another form.
+
+    `rendered`: the template's text of `probed_call`. `before`: its text of the messages before the call.
+    """
     for form in FORMS.values():
         arguments = rf'\{{{_W}"{_PROBED[1]}"{_W}:{_W}"{_PROBED[2]}"{_W}\}}'
         whole = regex.compile(f"{form.first}{arguments}(?P<after>{form.after})(?P<last>{form.last})")
-        for found in whole.finditer(rendered):
-            if found["name"] != _PROBED[0]:
+        for match in whole.finditer(rendered):
+            if match["name"] != _PROBED[0]:
                 continue
-            if not form.marker and rendered[: found.start()].rstrip() != before.rstrip():
-                continue  # of another form, whose marker stands before it
+            if not form.marker and rendered[: match.start()].rstrip() != before.rstrip():
+                continue  # it has another form, whose marker stands before it
             return Spelling(
                 form,
-                begin=found["begin"],
-                open=rendered[found.end("begin") : found.start("name")],
-                middle=found["middle"],
-                close=found["after"].removeprefix(found.groupdict().get("id") or ""),
-                end=found["last"],
+                begin=match["begin"],
+                open=rendered[match.end("begin") : match.start("name")],
+                middle=match["middle"],
+                close=match["after"].removeprefix(match.groupdict().get("id") or ""),
+                end=match["last"],
                 tokens=tokens,
             )
     return None
@@ -126,10 +137,10 @@ def probed_tool() -> dict[str, object]:
 
 
 def renders_call(text: str) -> bool:
-    """Whether a template has written every part of `probed_call`."""
+    """Whether a template's text has every part of `probed_call`."""
     return all(needle in text for needle in _PROBED)
 
 
 def renders_tool(text: str) -> bool:
-    """Whether a template has written `probed_tool`."""
+    """Whether a template's text has `probed_tool`."""
     return all(needle in text for needle in _PROBED[:2])

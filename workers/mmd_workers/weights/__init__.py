@@ -1,1 +1,1 @@
-"""Downloads of weights to a cache that pods start from: see `download`."""
+"""Downloads weights to the cache that pods start from; see `download`."""

@@ -1,4 +1,4 @@
-"""The folder of cached weights on this machine: which downloads it holds completely. Knows neither networks nor models."""
+"""The folder of cached weights on this machine, and its complete downloads. Knows neither networks nor models."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mmd_api.contract import environment as env
 from mmd_api.weights import folder_of
 
 MANIFEST = ".mmd-weights.json"
-"""In the folder of a download: where it is from, and the size and digest of each file."""
+"""File in a download's folder that lists its source, and the size and digest of each file."""
 PARTIAL = ".partial"
-"""Folder beside complete downloads, with those that are not."""
+"""Folder beside the complete downloads that holds the incomplete ones."""
 
 
 def is_required() -> bool:
-    """Whether this process may use nothing but the cache."""
+    """Whether this process may load weights from the cache only."""
     return env.WEIGHTS in os.environ
 
 
 def root() -> Path:
-    """The folder that holds all downloads: that of the pod's claim, else one of this user."""
+    """The folder of all downloads: on the pod's claim, or else in this user's home."""
     configured = os.environ.get(env.WEIGHTS)
     return Path(configured) if configured else Path.home() / ".cache" / "mmd" / "weights"
 
 
 def found(url: str) -> Path | None:
-    """The folder of a complete download; None where there is none.
+    """The folder of a complete download, or None.
 
     Raises:
         OSError: the cache cannot be read.
@@ -41,7 +41,10 @@ def found(url: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class CachedFiles:
-    """What a complete download consists of. `version`: commit of a hub repository, else empty; `files`: size in bytes and digest by name."""
+    """The files of a complete download.
+
+    `version`: commit of a hub repository, else empty. `files`: size in bytes and digest, by name.
+    """
 
     url: str
     version: str
@@ -54,23 +57,23 @@ class CachedFiles:
 
     @classmethod
     def of(cls, folder: Path) -> CachedFiles | None:
-        """That of a folder; None where it has none, or where a file of it is missing or has another size.
+        """Read the list of a folder; None if it has no list, or if a file is missing or has another size.
 
         Raises:
             OSError: the folder cannot be read.
         """
-        listed = cls.listed(folder)
-        if listed is None:
+        manifest = cls.listed(folder)
+        if manifest is None:
             return None
         try:
-            sizes = {name: (folder / name).stat().st_size for name in listed.files}
+            sizes = {name: (folder / name).stat().st_size for name in manifest.files}
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return listed if all(listed.files[name][0] == size for name, size in sizes.items()) else None
+        return manifest if all(manifest.files[name][0] == size for name, size in sizes.items()) else None
 
     @classmethod
     def listed(cls, folder: Path) -> CachedFiles | None:
-        """What a folder has or is to have; None where no list can be read from it.
+        """Read the list of a folder, whose download may be incomplete; None if it cannot be parsed.
 
         Raises:
             OSError: the folder cannot be read.
@@ -83,11 +86,11 @@ class CachedFiles:
             return None
 
     def write(self, folder: Path) -> None:
-        """Put it into a folder, in the place of another."""
+        """Write the list to a folder, replacing an earlier one."""
         content = {"url": self.url, "version": self.version, "files": dict(self.files)}
-        written = folder / f"{MANIFEST}.new"
-        with written.open("w") as file:
+        new_manifest = folder / f"{MANIFEST}.new"
+        with new_manifest.open("w") as file:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        written.replace(folder / MANIFEST)
+        new_manifest.replace(folder / MANIFEST)

@@ -1,7 +1,8 @@
-"""Fills a cache with downloads: each into a folder of its own that appears under its name once every file of it has been verified.
+"""Fills a cache with downloads, each in its own folder.
 
-What is downloaded of a file stays when its download ends early, and the next one continues there if the file is to have the same digest.
-A lock keeps two downloads, those of deployments that share a claim among them, from filling one folder at once.
+A folder gets its final name once every file in it has been verified. If a download ends early, the next one resumes its partial
+files, provided the expected digest is the same. A lock keeps two downloads from filling one folder at once, also those of
+deployments that share a claim.
 """
 
 from __future__ import annotations
@@ -31,37 +32,37 @@ from mmd_workers.weights.sources import RemoteFile, RemoteFolder, look_up, named
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 * 2**20
-"""Of one request; four at a time are in memory."""
+"""Size of one request; four pieces at a time are in memory."""
 READ_BYTES = 2**20
 FILES_AT_ONCE = 4
 TRIES = 5
-"""Of one piece; then the download ends."""
+"""Attempts to fetch one piece before the download ends."""
 PAUSE_SECONDS = (0.5, 15.0)
 LOCK_SECONDS = 6 * 3600.0
 LOCK_POLL_SECONDS = 0.5
 SPARE_BYTES = 64 * 2**20
-"""That a download leaves free."""
+"""Space that a download leaves free."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def prefetch(downloads: Sequence[Download], root: Path, progress: DownloadProgress, claim: str = "") -> None:
-    """Bring all downloads into the cache at `root`. `claim`: what people call the volume, with its size, for messages.
+    """Bring all downloads into the cache at `root`. `claim`: name and size of the volume as messages state them.
 
     Raises:
-        WeightsError: one cannot be completed; names its field and the remedy.
+        WeightsError: a download cannot be completed; the message names its field and the remedy.
     """
     with _written(root, claim):
         root.mkdir(parents=True, exist_ok=True)
-        present = {one: CachedFiles.of(root / one.folder) for one in downloads}
-    sources = {one: look_up(one) for one, manifest in present.items() if manifest is None}
+        manifests = {download: CachedFiles.of(root / download.folder) for download in downloads}
+    sources = {download: look_up(download) for download, manifest in manifests.items() if manifest is None}
     progress.expect(
-        sum(manifest.total_bytes for manifest in present.values() if manifest)
+        sum(manifest.total_bytes for manifest in manifests.values() if manifest)
         + sum(source.total_bytes for source in sources.values())
     )
     progress.enter("Downloading")
-    for manifest in filter(None, present.values()):
+    for manifest in filter(None, manifests.values()):
         progress.present(manifest.total_bytes)
     for source in sources.values():
         with _written(root, claim):
@@ -70,19 +71,19 @@ def prefetch(downloads: Sequence[Download], root: Path, progress: DownloadProgre
 
 
 def _fill(source: RemoteFolder, root: Path, progress: DownloadProgress, claim: str) -> None:
-    """Download one, unless another process has meanwhile."""
+    """Download one source, unless another process has done so meanwhile."""
     folder, partial = root / source.download.folder, root / PARTIAL / source.download.folder
     partial.parent.mkdir(exist_ok=True)
     with _locked(partial.with_name(f"{partial.name}.lock"), source.download, progress, claim):
         if CachedFiles.of(folder) is not None:
             progress.present(source.total_bytes)
             return
-        if folder.exists() and not partial.exists():  # somebody removed a file of it
+        if folder.exists() and not partial.exists():  # a file was removed from it
             folder.rename(partial)
         partial.mkdir(exist_ok=True)
-        there = _left_over(source, partial)
-        progress.present(there)
-        missing = source.total_bytes - there
+        present_bytes = _left_over(source, partial)
+        progress.present(present_bytes)
+        missing = source.total_bytes - present_bytes
         needed = missing + SPARE_BYTES if missing > 0 else 0
         if needed > (free := shutil.disk_usage(root).free):
             _discard_abandoned(partial, needed - free)
@@ -98,8 +99,10 @@ def _fill(source: RemoteFolder, root: Path, progress: DownloadProgress, claim: s
 
 
 def _discard_abandoned(partial: Path, lacking: int) -> None:
-    """Delete other downloads that are incomplete and that nobody continues now, the oldest first, until so many bytes are free. None where all of
-    them are too few."""
+    """Free `lacking` bytes by deleting other incomplete downloads, oldest first.
+
+    Downloads that another process is continuing stay. Nothing is deleted if all of them together are too small.
+    """
     others = [path for path in partial.parent.iterdir() if path.is_dir() and path != partial]
     sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in others}
     if sum(sizes.values()) < lacking:
@@ -119,34 +122,37 @@ def _discard_abandoned(partial: Path, lacking: int) -> None:
 
 
 def _download_all(source: RemoteFolder, folder: Path, progress: DownloadProgress) -> None:
-    """Every file. When one fails, the others end after the piece that they are at."""
+    """Download every file. When one fails, the others end after their current piece."""
     stop = threading.Event()
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        started = [pool.submit(_download, source, file, folder, progress, stop) for file in source.files]
+        futures = [pool.submit(_download, source, file, folder, progress, stop) for file in source.files]
         try:
-            done, _ = wait(started, return_when=FIRST_EXCEPTION)
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-    for one in done:
-        one.result()
+    for future in done:
+        future.result()
 
 
 def _left_over(source: RemoteFolder, partial: Path) -> int:
-    """Bytes that an earlier download left; removes files that are no part of this one, or that were to have another digest."""
-    listed = CachedFiles.listed(partial)
-    before = listed.files if listed is not None else {}
-    same = [file for file in source.files if before.get(file.name) == (file.size, file.digest)]
-    whole = {partial / file.name: file.size for file in same}
-    parts = {_part(partial / file.name): file.size for file in same}
-    found = 0
+    """Count the bytes that an earlier download left, and delete its files that this one cannot use.
+
+    Those are not part of this download, or were to have another digest.
+    """
+    manifest = CachedFiles.listed(partial)
+    earlier_files = manifest.files if manifest is not None else {}
+    unchanged = [file for file in source.files if earlier_files.get(file.name) == (file.size, file.digest)]
+    complete_sizes = {partial / file.name: file.size for file in unchanged}
+    part_sizes = {_part(partial / file.name): file.size for file in unchanged}
+    left_over_bytes = 0
     for path in [path for path in partial.rglob("*") if path.is_file() and path != partial / MANIFEST]:
         size = path.stat().st_size
-        if whole.get(path) == size or (path in parts and size <= parts[path]):
-            found += size
+        if complete_sizes.get(path) == size or (path in part_sizes and size <= part_sizes[path]):
+            left_over_bytes += size
         else:
             path.unlink()
-    return found
+    return left_over_bytes
 
 
 def _part(file: Path) -> Path:
@@ -182,7 +188,7 @@ def _download(
 
 
 def _digest(content: BinaryIO, file: RemoteFile, progress: DownloadProgress) -> str:
-    """Hex digits, of what the volume has. Of git, an object's digest covers a header with its size."""
+    """The digest of a file as the volume has it, in hex. A git object's digest also covers a header with its size."""
     if file.digest.startswith("sha256:"):
         digest = hashlib.sha256()
     else:
@@ -197,7 +203,7 @@ def _digest(content: BinaryIO, file: RemoteFile, progress: DownloadProgress) -> 
 def _pieces(
     source: RemoteFolder, file: RemoteFile, offset: int, progress: DownloadProgress
 ) -> Iterator[bytes]:
-    """The rest of a file. A piece that cannot be read is tried again."""
+    """Fetch the rest of a file from `offset`. A piece that cannot be read is tried again."""
     if offset >= file.size:
         return
     with (
@@ -215,7 +221,7 @@ def _pieces(
 
 def _tried(remote: Any, offset: int, size: int, download: Download) -> bytes:
     pauses = Backoff(*PAUSE_SECONDS)
-    for left in reversed(range(TRIES)):
+    for remaining_tries in reversed(range(TRIES)):
         try:
             with named(download):
                 remote.seek(offset)
@@ -229,7 +235,7 @@ def _tried(remote: Any, offset: int, size: int, download: Download) -> bytes:
             )
         except WeightsError as error:
             failed = error
-        if failed.reason != "WeightsUnreachable" or not left:
+        if failed.reason != "WeightsUnreachable" or not remaining_tries:
             break
         pause = pauses.next()
         log.warning("%s; trying again in %.1f s", failed, pause)
@@ -272,7 +278,7 @@ def _locked(path: Path, download: Download, progress: DownloadProgress, claim: s
 
 @contextmanager
 def _written(root: Path, claim: str) -> Iterator[None]:
-    """Turn failures to write into what to do about them."""
+    """Turn errors of the volume into a WeightsError that names the remedy."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which names a downloaded file may have: those that stay inside its folder and that no other file is written over. Pure."""
+"""Checks the names of downloaded files: each stays inside its folder, and no file overwrites another. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmd_workers.weights.cache import MANIFEST
 
 MAX_FILES = 10_000
 PART = ".part"
-"""Suffix of a file that is not complete."""
+"""Suffix of an incomplete file."""
 MAX_NAME_BYTES = 255 - len(PART)
 MAX_PATH_BYTES = 1024
 
@@ -19,7 +19,7 @@ def check_names(download: Download, names: Collection[str]) -> None:
     """Check the relative names, with slashes, of all files of a download.
 
     Raises:
-        WeightsError: there are too many, or one cannot be used; quotes it.
+        WeightsError: there are too many, or one cannot be used; the message quotes it.
     """
     where = f"{download.field}: {download.url}"
     if len(names) > MAX_FILES:
@@ -30,17 +30,17 @@ def check_names(download: Download, names: Collection[str]) -> None:
     folders = {
         "/".join(parts[:end]) for parts in (n.split("/") for n in names) for end in range(1, len(parts))
     }
-    known = {*names, *folders}
+    taken_names = {*names, *folders}
     for name in names:
-        if problem := _problem(name, known, folders):
+        if problem := _problem(name, taken_names, folders):
             raise WeightsError(
                 "WeightsNotFound",
                 f"{where} lists a file {name[:100]!r}, {problem}; give it another name at its source",
             )
 
 
-def _problem(name: str, known: Collection[str], folders: Collection[str]) -> str:
-    """Why a file cannot have a name; empty if it can. `known`: all names of files and folders."""
+def _problem(name: str, taken_names: Collection[str], folders: Collection[str]) -> str:
+    """Why a file cannot have this name; empty if it can. `taken_names`: all names of files and folders."""
     segments = name.split("/")
     if any(segment in ("", ".", "..") for segment in segments):
         return "which is not a relative path without '..'"
@@ -52,4 +52,4 @@ def _problem(name: str, known: Collection[str], folders: Collection[str]) -> str
         return f"although {MANIFEST} is the list of the cache itself"
     if name in folders:
         return "which is a folder too"
-    return f"beside {name}{PART}" if f"{name}{PART}" in known else ""
+    return f"beside {name}{PART}" if f"{name}{PART}" in taken_names else ""

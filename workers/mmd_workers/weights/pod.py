@@ -1,4 +1,4 @@
-"""The pod that fills a claim with weights: it reports its progress over HTTP while it runs, and why it ended by its exit status."""
+"""The pod that fills a claim with weights. It reports progress over HTTP and the reason for its end by its exit status."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def run(downloads: list[Download], claim: str, last_words: Path) -> int:
-    """Fill the cache, and return the exit status. `last_words`: the file that Kubernetes reads when the container ends."""
+    """Fill the cache and return the exit status. `last_words`: the file that Kubernetes reads when the container ends."""
     configure(os.environ.get(env.POD_NAME, "weights"))
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))  # threads wait for servers
+    # Threads may be waiting for servers.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     progress = DownloadProgress()
     server = _serve(progress, int(os.environ.get(env.HTTP_PORT, "0")))
     try:
@@ -44,16 +45,16 @@ def _serve(progress: DownloadProgress, port: int) -> ThreadingHTTPServer:
         timeout = 10
 
         def do_GET(self) -> None:
-            known = self.path in (paths.WORKER_STATE, paths.LIVEZ)
-            body = progress.snapshot().dump().encode() if known else b"{}"
-            self.send_response(200 if known else 404)
+            is_served = self.path in (paths.WORKER_STATE, paths.LIVEZ)
+            body = progress.snapshot().dump().encode() if is_served else b"{}"
+            self.send_response(200 if is_served else 404)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Probes are no news."""
+            """Log nothing: most requests are probes."""
 
     server = ThreadingHTTPServer(("0.0.0.0", port), Handler)  # noqa: S104 - in a pod
     threading.Thread(target=server.serve_forever, name="state", daemon=True).start()
@@ -61,7 +62,7 @@ def _serve(progress: DownloadProgress, port: int) -> ThreadingHTTPServer:
 
 
 def end(status: int) -> None:
-    """Leave at once: a thread may still wait for a server that does not answer."""
+    """Exit at once: a thread may still be waiting for an unresponsive server."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How far a download is, and how fast: counted by the threads that download, read by those that report it."""
+"""Progress and rate of a download. Threads that download count its bytes, threads that report read them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from mmd_api.contract.weights import WeightsProgress, WeightsState
 
 WINDOW_SECONDS = 20.0
-"""Over which the rate is taken."""
+"""Window over which the rate is measured."""
 
 
 class DownloadProgress:
-    """Bytes that are there and bytes that are to be there. `clock`: monotonic seconds."""
+    """Bytes present and bytes expected. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -24,24 +24,24 @@ class DownloadProgress:
         self._began = clock()
 
     def enter(self, state: WeightsState) -> None:
-        """The download is in another state from now on."""
+        """Change the state of the download."""
         with self._lock:
             if state != self._state:
                 self._state, self._began = state, self._clock()
                 self._received.clear()
 
     def expect(self, total_bytes: int) -> None:
-        """There is this much in all."""
+        """Set the bytes of all downloads together."""
         with self._lock:
             self._total_bytes = total_bytes
 
     def present(self, size: int) -> None:
-        """Bytes that need not be downloaded; negative: that have to be again."""
+        """Count bytes that need no download; a negative number must be downloaded again."""
         with self._lock:
             self._bytes += size
 
     def received(self, size: int) -> None:
-        """Bytes were downloaded."""
+        """Count downloaded bytes."""
         with self._lock:
             now = self._clock()
             self._bytes += size
@@ -49,25 +49,25 @@ class DownloadProgress:
             self._forget(now)
 
     def verified(self, size: int) -> None:
-        """Bytes were read again for their digest."""
+        """Count bytes read again for their digest."""
         with self._lock:
             self._verified_bytes += size
 
     def snapshot(self) -> WeightsProgress:
-        """How far it is now."""
+        """The current progress."""
         with self._lock:
             now = self._clock()
             self._forget(now)
             seconds = min(WINDOW_SECONDS, now - self._began)
             rate = round(sum(size for _, size in self._received) / seconds) if seconds > 0 else 0
-            left = max(0, self._total_bytes - self._bytes)
+            remaining = max(0, self._total_bytes - self._bytes)
             return WeightsProgress(
                 state=self._state,
                 bytes=max(0, self._bytes),
                 total_bytes=self._total_bytes,
                 verified_bytes=self._verified_bytes,
                 bytes_per_second=rate,
-                remaining_seconds=-(-left // rate) if rate and self._state == "Downloading" else None,
+                remaining_seconds=-(-remaining // rate) if rate and self._state == "Downloading" else None,
             )
 
     def _forget(self, now: float) -> None:

@@ -1,6 +1,6 @@
-"""Where weights come from: which files a hub repository or a URL has, how large they are, and what they must hash to.
+"""Sources of weights: the files of a hub repository or a URL, with their sizes and digests.
 
-All of them are file systems of fsspec: of the hub, over HTTP, and of object stores, whose client is obstore.
+Every source is an fsspec file system: the hub's, HTTP, or an object store, whose client is obstore.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LARGEST_ANSWER_BYTES = 2**26 + 2**20
 LOOKUPS_AT_ONCE = 8
 CONNECT_SECONDS, READ_SECONDS = 15, 60
 PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""Of a hub repository, which may hold the same weights in other formats too."""
+"""Files to fetch from a hub repository, which may hold the same weights in other formats too."""
 MAX_ERROR_CHARACTERS = 400
 _QUERY = re.compile(r"[?#][^\s'\"<>)\]]*")
 _LINE = re.compile(r"^(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)$")
@@ -46,7 +46,11 @@ _LINE = re.compile(r"^(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)$")
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """`name`: relative, with slashes; `path`: of its file system; `digest`: `sha256:` or, of a small file of the hub, `git:` and hex digits."""
+    """One file of a download.
+
+    `name`: relative, with slashes. `path`: path in its file system. `digest`: `sha256:` and hex digits, or `git:` and hex digits for
+    a small file of the hub.
+    """
 
     name: str
     path: str
@@ -56,7 +60,10 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFolder:
-    """What one download consists of. `version`: commit of a hub repository, else empty; `options`: to open a file of it."""
+    """The files of one download.
+
+    `version`: commit of a hub repository, else empty. `options`: arguments with which a file is opened.
+    """
 
     download: Download
     files: tuple[RemoteFile, ...]
@@ -71,13 +78,13 @@ class RemoteFolder:
 
 
 class _Bounded(aiohttp.ClientResponse):
-    """An answer of a server, of which no more is read than the largest piece that is asked for: a body without end takes no memory."""
+    """A server's response, read up to the largest piece that is requested: an endless body takes no memory."""
 
     async def read(self) -> bytes:
-        """The body.
+        """Read the body.
 
         Raises:
-            ClientPayloadError: it is larger.
+            ClientPayloadError: the body is larger than that.
         """
         body = bytearray()
         async for part in self.content.iter_any():
@@ -91,10 +98,10 @@ class _Bounded(aiohttp.ClientResponse):
 
 
 def look_up(download: Download) -> RemoteFolder:
-    """The files of a download.
+    """Look up the files of a download.
 
     Raises:
-        WeightsError: they are not there, or cannot be reached with the credentials of the environment.
+        WeightsError: they do not exist, or cannot be reached with the credentials of the environment.
     """
     with named(download):
         return _hub(download) if download.url.startswith(HUB_SCHEME) else _listed(download)
@@ -123,26 +130,26 @@ def _hub(download: Download) -> RemoteFolder:
 
 
 def _listed(download: Download) -> RemoteFolder:
-    """What `SHA256SUMS` lists, as `sha256sum` writes it."""
+    """The files listed in `SHA256SUMS`, as `sha256sum` writes it."""
     scheme = download.url.partition("://")[0]
     filesystem = _filesystem(scheme, download)
     base = filesystem._strip_protocol(download.url).rstrip("/")
     listing = _small_file(filesystem, f"{base}/{CHECKSUMS}", download)
-    wanted: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for number, line in enumerate(listing.splitlines(), 1):
         if not line.strip():
             continue
-        found = _LINE.match(line)
-        if not found:
+        entry = _LINE.match(line)
+        if not entry:
             raise WeightsError(
                 "WeightsNotFound",
                 f"{download.field}: line {number} of {download.url}/{CHECKSUMS} is no digest and file name; "
                 "write the file with `sha256sum` (docs/models.md)",
             )
-        name = str(PurePosixPath(found["name"]))
-        if name != CHECKSUMS:  # a list made by `sha256sum *` has itself, before it was written
-            wanted[name] = found["digest"].lower()
-    check_names(download, wanted)
+        name = str(PurePosixPath(entry["name"]))
+        if name != CHECKSUMS:  # `sha256sum *` lists its own output too, hashed before it was written
+            digests[name] = entry["digest"].lower()
+    check_names(download, digests)
 
     def file(name: str) -> RemoteFile:
         path = f"{base}/{name}"
@@ -152,10 +159,10 @@ def _listed(download: Download) -> RemoteFolder:
                 "WeightsNotFound",
                 f"{download.field}: the server of {download.url} does not report the size of {name}; use one that sends Content-Length",
             )
-        return RemoteFile(name, path, int(size), f"sha256:{wanted[name]}")
+        return RemoteFile(name, path, int(size), f"sha256:{digests[name]}")
 
     with ThreadPoolExecutor(LOOKUPS_AT_ONCE) as pool:
-        files = tuple(pool.map(file, sorted(wanted)))
+        files = tuple(pool.map(file, sorted(digests)))
     return _checked(RemoteFolder(download, files, "", filesystem, {}))
 
 
@@ -183,7 +190,7 @@ def _filesystem(scheme: str, download: Download) -> Any:
         }
         return fsspec.filesystem(scheme, client_kwargs=client, skip_instance_cache=True)
     try:
-        from obstore.fsspec import FsspecStore  # loaded where it is used alone
+        from obstore.fsspec import FsspecStore  # loaded only where it is used
     except ImportError as error:
         raise WeightsError(
             "WeightsNotFound",
@@ -192,7 +199,8 @@ def _filesystem(scheme: str, download: Download) -> Any:
     client = {"connect_timeout": f"{CONNECT_SECONDS}s", "timeout": f"{READ_SECONDS}s"}
     if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
         client["allow_http"] = "true"
-    retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=READ_SECONDS)}  # the rest are ours
+    # `download` makes the other retries.
+    retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=READ_SECONDS)}
     return FsspecStore(scheme, client_options=client, retry_config=retries, skip_instance_cache=True)
 
 
@@ -215,7 +223,7 @@ def _checked(source: RemoteFolder) -> RemoteFolder:
 
 @contextmanager
 def named(download: Download) -> Iterator[None]:
-    """Turn what file systems raise into what to do about it."""
+    """Turn errors of file systems into a WeightsError that names the remedy."""
     where = f"{download.field}: {download.url}"
     token = "spec.model.storage.tokenSecret"  # noqa: S105 - the name of a field
     try:
@@ -242,7 +250,7 @@ def named(download: Download) -> Iterator[None]:
     except PermissionError as error:
         raise _denied(where, _shown(error)) from error
     except FileNotFoundError as error:
-        cause = error.__cause__  # fsspec says so of whatever goes wrong over HTTP
+        cause = error.__cause__  # fsspec raises this for any failure over HTTP
         if isinstance(cause, aiohttp.ClientResponseError) and cause.status in (401, 403):
             raise _denied(where, f"status {cause.status}") from error
         if isinstance(cause, (aiohttp.ClientError, OSError)) and getattr(cause, "status", 0) not in (
@@ -286,8 +294,10 @@ def _unreachable(where: str, error: Exception) -> WeightsError:
 
 
 def _shown(error: Exception) -> str:
-    """An error for a message that many read: without what follows a URL's path, which may sign a request, and short enough to end what a pod
-    says last."""
+    """Shorten an error for a message with many readers.
+
+    URLs lose everything after their path, which may sign a request. The text is short enough to end a pod's termination message.
+    """
     if isinstance(error, aiohttp.ClientResponseError):
         return f"{type(error).__name__}: status {error.status} of {error.request_info.real_url.host}"
     return f"{type(error).__name__}: {_QUERY.sub('?…', str(error))}"[:MAX_ERROR_CHARACTERS]

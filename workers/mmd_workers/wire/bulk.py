@@ -1,6 +1,6 @@
 """A second NATS connection on a dedicated thread and event loop, for chunks and media. Independent of messages and of how to connect.
 
-Code that moves bulk runs on that loop (`run`); it reaches back to the loop that started it through `home`.
+Code that moves bulk data runs on that loop (`run`), and calls back to the loop that started it through `home`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import uvloop
 
 _log = logging.getLogger(__name__)
 
-RUN_SECONDS = 40.0  # for work on the bulk loop that has no deadline of its own; connecting takes up to 30 s
+RUN_SECONDS = 40.0  # limit for work on the bulk loop without its own deadline; connecting takes up to 30 s
 
 STOP_SECONDS = 2.0
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Closable(Protocol):
-    """A connection, as far as this module knows it."""
+    """The part of a connection that this module uses."""
 
     async def close(self, timeout: float) -> None:  # noqa: ASYNC109
         """Close it within `timeout` seconds."""
@@ -35,12 +35,15 @@ C = TypeVar("C", bound=Closable)
 
 
 class Bulk(Generic[C]):
-    """`bus` belongs to the bulk loop: touch it only in code started by `run` or `post`."""
+    """A connection with its own thread and event loop.
+
+    `bus` belongs to the bulk loop: touch it only in code started by `run` or `post`.
+    """
 
     def __init__(self, home: asyncio.AbstractEventLoop, name: str) -> None:
         self.bus: C
         self._home = home
-        self._loop = uvloop.new_event_loop()  # half again as fast for chunks
+        self._loop = uvloop.new_event_loop()  # 1.5 times as fast for chunks
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._closed = False
 
@@ -49,7 +52,7 @@ class Bulk(Generic[C]):
         """Start the thread and connect there.
 
         Raises:
-            PeerLostError: no server took the connection.
+            PeerLostError: no server accepted the connection.
         """
         bulk = cls(asyncio.get_running_loop(), name)
         bulk._thread.start()
@@ -63,24 +66,24 @@ class Bulk(Generic[C]):
         return bulk
 
     async def run(self, work: Coroutine[Any, Any, T], timeout: float = RUN_SECONDS) -> T:  # noqa: ASYNC109
-        """Run `work` on the bulk loop and wait for it here; cancelling this cancels it there.
+        """Run `work` on the bulk loop and wait for it; cancelling the wait cancels the work.
 
         Raises:
-            TimeoutError: it was not done within `timeout` seconds, and is cancelled.
+            TimeoutError: the work was not done within `timeout` seconds, and is cancelled.
         """
         async with asyncio.timeout(timeout):
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def post(self, function: Callable[..., object], *args: object) -> None:
-        """Call `function` on the bulk loop, soon; from any thread. Nothing happens once closed."""
+        """Schedule `function` on the bulk loop, from any thread. Once closed, this does nothing."""
         if not self._closed:
             self._loop.call_soon_threadsafe(function, *args)
 
     async def home(self, timeout: float, function: Callable[..., Any], *args: object) -> Any:  # noqa: ASYNC109
-        """From the bulk loop: call `function` (plain or async) on the loop that started this, and wait for its result.
+        """Call `function` (plain or async) on the starting loop, from the bulk loop, and wait for its result.
 
         Raises:
-            TimeoutError: there is none within `timeout` seconds, because that loop is busy.
+            TimeoutError: there is no result within `timeout` seconds, because the starting loop is busy.
         """
 
         async def call() -> Any:
@@ -91,7 +94,7 @@ class Bulk(Generic[C]):
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
 
     async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109
-        """Drain and close the connection, cancel what still runs, end the thread. Safe to call twice."""
+        """Drain and close the connection, cancel the remaining tasks, end the thread. Safe to call twice."""
         if self._closed:
             return
         self._closed = True

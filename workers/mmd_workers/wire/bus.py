@@ -1,7 +1,7 @@
 """Small messages over one NATS connection: publish, request, subscribe and serve with typed messages and typed errors.
 
 Bulk bytes go over `Bus.bulk()`, a second connection on a dedicated thread, so that heartbeats and tokens never queue
-behind them. This module is independent of what the messages mean and of who sends them.
+behind them. This module is independent of the meaning and the senders of messages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Subscription:
 class Bus(Connection):
     """Messages over a NATS connection. Use it on the event loop that connected it.
 
-    `stream_replicas`: how many servers keep a copy of each stream that is created over it.
+    `stream_replicas`: number of servers with a copy of each stream that is created over it.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Bus(Connection):
         login: Login | None = None,
         stream_replicas: int = 1,
     ) -> Bus:
-        """Connect, waiting up to `timeout` seconds for a server. `inbox`: prefix of the subjects on which replies come.
+        """Connect, waiting up to `timeout` seconds for a server. `inbox`: prefix of the subjects of replies.
 
         Raises:
-            PeerLostError: no server took the connection in time.
+            PeerLostError: no server accepted the connection in time.
             ValueError: the URL contains credentials.
         """
         bus = cls(url, client_name, subjects, inbox, login, stream_replicas)
@@ -123,7 +123,7 @@ class Bus(Connection):
         """Send a message, or a `Frame`; there may be no subscriber.
 
         Raises:
-            WireError: cannot be packed.
+            WireError: the message cannot be packed.
             OverloadedError: disconnected, and the buffer for that case is full.
             PeerLostError: the bus is closed.
         """
@@ -137,15 +137,16 @@ class Bus(Connection):
         timeout: float,  # noqa: ASYNC109
         max_bytes: int = MAX_REQUEST_BYTES,
     ) -> T:
-        """Send a message and wait up to `timeout` seconds for its reply. One that exceeds a NATS message is sent in parts, each
-        of which has `timeout` seconds.
+        """Send a message and wait up to `timeout` seconds for its reply.
+
+        A message that exceeds a NATS message is sent in parts, with `timeout` seconds for each.
 
         Raises:
-            TooLongError: it is larger than `max_bytes`.
+            TooLongError: the message is larger than `max_bytes`.
             PeerLostError: the subject has no subscriber.
             DeadlineError: no reply in time.
             WireError: the reply is not a `reply_type`.
-            MmdError: the very error that the handler on the other side raised.
+            MmdError: the error that the handler on the other side raised.
         """
         data = pack(message, max_bytes)
         if len(data) <= MAX_MESSAGE_BYTES:
@@ -162,7 +163,7 @@ class Bus(Connection):
         header_type: type[T],
         timeout: float,  # noqa: ASYNC109
     ) -> tuple[T, memoryview]:
-        """As `request`, for a reply with bytes behind it."""
+        """Like `request`, for a reply followed by bytes."""
         return unpack_frame(header_type, await self._request(subject, pack(message), timeout))
 
     async def subscribe(
@@ -187,7 +188,7 @@ class Bus(Connection):
         handler: Callable[[M, memoryview, str], Awaitable[None]],
         pending_bytes: int,
     ) -> Subscription:
-        """As `subscribe`, for frames: `handler(header, payload, reply_subject)`. A bad frame is counted and dropped."""
+        """Like `subscribe`, for frames: `handler(header, payload, reply_subject)`. A bad frame is counted and dropped."""
 
         async def receive(message: Msg) -> None:
             try:
@@ -202,9 +203,9 @@ class Bus(Connection):
     async def serve(
         self, subject: str, request_type: type[M], handler: Callable[[M], Awaitable[object]]
     ) -> Subscription:
-        """Answer each request with what `handler` returns (a message or a `Frame`); handlers run side by side.
+        """Answer each request with the message or `Frame` that `handler` returns; handlers run concurrently.
 
-        An `MmdError` that the handler raises is raised at the requester; anything else arrives there as code `internal`.
+        An `MmdError` from the handler is raised at the requester; any other error arrives there as code `internal`.
         """
         tasks: set[asyncio.Task[None]] = set()
         assembler = Assembler()
@@ -252,7 +253,7 @@ class Bus(Connection):
         return Subscription(await self.listen(subject, receive), tasks)
 
     async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109
-        """Finish the requests being served and what is pending, within `timeout` seconds; then close. Safe to call twice."""
+        """Finish the requests in progress and pending data within `timeout` seconds, then close. Safe to call twice."""
         if self._client.is_closed:
             return
         end = time.monotonic() + timeout

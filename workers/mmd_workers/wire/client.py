@@ -15,9 +15,9 @@ from nats.aio.subscription import Subscription
 class NatsClient(Client):  # type: ignore[misc]
     """`nats.aio.client.Client`, with four of its faults fixed.
 
-    It can swallow a cancellation, while it connects or flushes or when a reply comes at the same moment, and its caller would go on
-    as if it had not been cancelled: here the cancellation is raised after all. And its flush writes the PING ahead of commands that
-    still wait to be written, so that the PONG does not cover them: here they are written first. And a request that could not be
+    It can swallow a cancellation while it connects or flushes, or when a reply comes at the same moment, and its caller would go on
+    as if it had not been cancelled: here the cancellation is raised after all. Its flush writes the PING ahead of commands that
+    still wait to be written, so that the PONG does not cover them: here they are written first. A request that could not be
     sent stays in its table of requests for ever: here it is removed.
     """
 
@@ -30,7 +30,7 @@ class NatsClient(Client):  # type: ignore[misc]
             await super()._process_connect_init()
 
     async def publish(self, subject: str, payload: bytes = b"", reply: str = "", **options: Any) -> None:
-        """Send, or be cancelled. Nobody waits for the reply to what was not sent."""
+        """Send, or be cancelled. A request that was not sent waits for no reply."""
         try:
             async with cancellable():
                 await super().publish(subject, payload, reply, **options)
@@ -65,7 +65,10 @@ class NatsClient(Client):  # type: ignore[misc]
 
 @asynccontextmanager
 async def cancellable() -> AsyncIterator[None]:
-    """Raise a cancellation that came inside and was swallowed there. An earlier one belongs to a caller's clean-up and is left alone."""
+    """Raise a cancellation that came inside and was swallowed there.
+
+    An earlier cancellation belongs to a caller's clean-up and is left alone.
+    """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
     try:

@@ -1,6 +1,6 @@
-"""Bytes to messages and back: msgpack, checked against the dataclasses of `messages` on arrival. Independent of connections.
+"""Packs and unpacks messages: msgpack, checked against the dataclasses of `messages` on arrival. Independent of connections.
 
-A `Frame` is one message with raw bytes behind it: 4 bytes of header length (little endian), the msgpack header, the payload.
+A `Frame` is a message followed by raw bytes: 4 bytes of header length (little endian), the msgpack header, the payload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmd_api.contract.errors import TooLongError, WireError
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 1 << 20  # the default max_payload of a NATS server
-MAX_REQUEST_BYTES = 32 << 20  # of a request, which `Bus` sends in parts when it exceeds one message
+MAX_REQUEST_BYTES = 32 << 20  # `Bus` sends a request in parts if it exceeds one message
 MAX_DEPTH = 16
 _LENGTH = struct.Struct("<I")
 _SCALARS = frozenset({"int", "float", "str", "bool"})
@@ -27,7 +27,7 @@ _SCALARS = frozenset({"int", "float", "str", "bool"})
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A message and the raw bytes that travel behind it."""
+    """A message and the raw bytes that follow it."""
 
     header: Any
     payload: bytes | bytearray | memoryview
@@ -38,7 +38,7 @@ def pack(message: object, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
 
     Raises:
         TooLongError: the message is larger than `max_bytes`.
-        WireError: it holds something msgpack cannot carry.
+        WireError: the message contains a value that msgpack cannot carry.
     """
     try:
         data: bytes = msgpack.packb(_serializer(type(message)).to_python(message), use_bin_type=True)
@@ -52,10 +52,10 @@ def pack(message: object, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
 
 
 def unpack(message_type: type[T], data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
-    """Unpack a message. Fields that this version does not know are ignored; numbers and strings are never converted.
+    """Unpack a message. Fields unknown to this version are ignored; numbers and strings are never converted.
 
     Raises:
-        WireError: not msgpack, not this type, too deep, too large.
+        WireError: the data is not msgpack, not of this type, too deep, or too large.
     """
     name = message_type.__name__
     if len(data) > max_bytes:
@@ -77,10 +77,10 @@ def unpack(message_type: type[T], data: bytes | memoryview, max_bytes: int = MAX
 
 
 def pack_frame(header: object, payload: bytes | bytearray | memoryview) -> bytes:
-    """Pack a message and the bytes behind it into one NATS message; the payload is copied once.
+    """Pack a message and the bytes that follow it into one NATS message; the payload is copied once.
 
     Raises:
-        WireError: as `pack`, and when both together exceed one NATS message.
+        WireError: as for `pack`, or both together exceed one NATS message.
     """
     head = pack(header)
     size = _LENGTH.size + len(head) + memoryview(payload).nbytes
@@ -93,7 +93,7 @@ def unpack_frame(header_type: type[T], data: bytes) -> tuple[T, memoryview]:
     """Split a frame into its header and a view of its payload; nothing is copied.
 
     Raises:
-        WireError: truncated, or a header that `unpack` refuses.
+        WireError: the frame is truncated, or `unpack` refuses its header.
     """
     if len(data) < _LENGTH.size:
         raise WireError(f"a frame of {len(data)} bytes has no room for its header's length")
@@ -105,7 +105,7 @@ def unpack_frame(header_type: type[T], data: bytes) -> tuple[T, memoryview]:
 
 
 def warm_up(message_types: Iterable[type]) -> None:
-    """Build what packs and checks these messages; otherwise the first message of each type waits for it."""
+    """Build the serializers and validators of these messages, so that the first message of each type need not wait."""
     for message_type in message_types:
         _serializer(message_type)
         _validator(message_type)
@@ -122,9 +122,9 @@ def _serializer(message_type: type) -> SchemaSerializer:
 
 
 def _validator(message_type: type) -> SchemaValidator:
-    """Validator that takes maps for dataclasses but converts no scalar.
+    """A validator that takes maps for dataclasses but converts no scalar.
 
-    Pydantic's own strict mode would also insist on dataclass instances, which nothing from a wire can be.
+    Pydantic's own strict mode would also insist on dataclass instances, which data from a wire cannot be.
     """
     if message_type not in _validators:
         schema = _strict_scalars(TypeAdapter(message_type).core_schema)

@@ -1,4 +1,4 @@
-"""One NATS connection that reconnects for ever: bytes out, bytes in, and the client's errors as ours. Independent of messages.
+"""A NATS connection that reconnects for ever: bytes out, bytes in, and the client's errors as ours. Independent of messages.
 
 `Bus` sends and receives messages over it.
 """
@@ -34,7 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class Connection:
-    """Use it on the event loop that opened it. `url`: of one server, or those of a cluster separated by commas."""
+    """A connection, used on the event loop that opened it.
+
+    `url`: URL of one server, or the URLs of a cluster's servers, separated by commas.
+    """
 
     def __init__(self, url: str, client_name: str, inbox: str, login: Login | None = None) -> None:
         refuse_credentials_in(url)
@@ -43,8 +46,8 @@ class Connection:
         self.dropped_messages = 0
         self.handler_errors = 0
         self._login = login
-        self._attempts = 0  # logins since the last that was accepted
-        self._server = ""  # host and port of the last that accepted one
+        self._attempts = 0  # logins since the last accepted one
+        self._server = ""  # host and port of the last server that accepted a login
         self._inbox = inbox
         self._log = RateLimitedLog(_log)
         self._client = NatsClient()
@@ -54,19 +57,19 @@ class Connection:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a server is there right now."""
+        """Whether the client is connected to a server now."""
         return bool(self._client.is_connected)
 
     @property
     def client(self) -> NatsClient:
-        """The connection itself, for the JetStream part of this package."""
+        """The NATS client, for the JetStream modules of this package."""
         return self._client
 
     async def open(self, timeout: float) -> None:  # noqa: ASYNC109 - the one deadline of connecting
         """Connect, waiting up to `timeout` seconds for a server.
 
         Raises:
-            PeerLostError: no server took the connection in time.
+            PeerLostError: no server accepted the connection in time.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -79,7 +82,7 @@ class Connection:
             raise PeerLostError(f"NATS server at {self.url} refused {self.client_name}: {error}") from error
 
     def on_reconnect(self, hook: Callable[[], Awaitable[None]]) -> None:
-        """Run `hook` each time the connection came back (subscriptions are already restored by then)."""
+        """Run `hook` after each reconnect; subscriptions are already restored by then."""
         self._reconnect_hooks.append(hook)
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
@@ -140,10 +143,10 @@ class Connection:
         return subscription
 
     async def flush(self, timeout: float = 2.0) -> None:  # noqa: ASYNC109
-        """Wait until the server has taken everything sent so far (subscriptions included).
+        """Wait until the server has received everything sent so far, subscriptions included.
 
         Raises:
-            DeadlineError: it has not within `timeout` seconds.
+            DeadlineError: the server did not confirm this within `timeout` seconds.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -158,7 +161,7 @@ class Connection:
     async def guarded(
         self, subject: str, handler: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Run a handler; its error is counted and logged, not raised. Cancelled before its turn, it does not begin."""
+        """Run a handler; its error is counted and logged, not raised. If cancelled before its turn, it does not begin."""
         try:
             await handler(*args, **kwargs)
         except (MmdError, nats_errors.Error) as error:
@@ -169,7 +172,7 @@ class Connection:
             _log.exception("handler of %s failed", subject)
 
     async def close(self, timeout: float = 5.0) -> None:  # noqa: ASYNC109
-        """Finish what is pending, within `timeout` seconds; then close. Safe to call twice."""
+        """Finish pending data within `timeout` seconds, then close. Safe to call twice."""
         if self._client.is_closed:
             return
         for task in list(self._hook_tasks):
@@ -180,7 +183,7 @@ class Connection:
             await self._client.close()
 
     async def _drain(self, seconds: float) -> None:
-        """Let every subscription finish what has arrived. (The client's own drain has no deadline that holds.)"""
+        """Let every subscription finish the messages that have arrived. (The client's own drain has no reliable deadline.)"""
         drains = [asyncio.create_task(subscription.drain()) for subscription in list(self._subscriptions)]
         if drains:
             done, late = await asyncio.wait(drains, timeout=seconds)
@@ -226,9 +229,9 @@ class Connection:
 
         def password() -> str:
             assert self._login is not None
-            given = self._login.at_attempt(self._attempts).password
+            presented = self._login.at_attempt(self._attempts).password
             self._attempts += 1
-            return given
+            return presented
 
         await self._client.connect(
             self.url.split(","),
@@ -256,8 +259,9 @@ class Connection:
 
 
 def next_server(servers: Sequence[Server], lost: str) -> tuple[Server, float]:
-    """Where to connect now that the server at `lost` (host:port) is gone, and after how many seconds: to another one almost at once; to one
-    that has failed since, or the lost one, after a moment.
+    """The server to connect to now that the one at `lost` (host:port) is gone, and the seconds until then.
+
+    Another server is tried almost at once; one that has failed since, or the lost one, after a moment.
     """
     fewest = min(server.reconnects for server in servers)
     best = [server for server in servers if server.reconnects == fewest]

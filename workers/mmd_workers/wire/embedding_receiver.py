@@ -1,4 +1,4 @@
-"""The receiver's end of a feature's transfer: grant within the budget of bytes in flight, take chunks in order, verify, store."""
+"""The receiver's end of a feature transfer: grants within the budget of bytes in flight, takes chunks in order, verifies, stores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
-    """One granted transfer, from the receiver's side: straight into one buffer."""
+    """A granted transfer at the receiver, straight into one buffer."""
 
     offer: EmbeddingOffer
     inbox: str
@@ -61,7 +61,7 @@ class _Incoming:
     watch: asyncio.Task[None] | None = None
 
     def take(self, chunk: EmbeddingChunk, payload: memoryview, limit: int) -> str:
-        """Put a chunk in its place; returns what is wrong with it, or nothing."""
+        """Put a chunk in its place; returns its fault, or an empty string."""
         end = self.received + payload.nbytes
         if chunk.sequence != self.sequence or chunk.offset != self.received:
             return (
@@ -80,11 +80,12 @@ class _Incoming:
 
 
 class EmbeddingReceiver:
-    """Takes features in on one pod, within a budget of bytes in flight. A feature of up to `largest_bytes` that exceeds it comes alone.
+    """Receives the features of one pod, within a budget of bytes in flight.
 
-    `wants(feature_id, num_bytes)` answers an offer; `on_feature(feature_id, headers, data, timings)` gets the verified bytes of
-    all tensors one after the other, and the sender's timings with `wire_seconds` from the grant to the last byte. It owns the bytes from then on (the budget here covers transfers in flight), and is done when
-    it returns: only then is the encode job acknowledged. Both run on the bus's loop and must be quick.
+    A feature of up to `largest_bytes` that exceeds the budget comes alone. `wants(feature_id, num_bytes)` answers an offer.
+    `on_feature(feature_id, headers, data, timings)` gets the verified bytes of all tensors one after the other, and the sender's
+    timings with `wire_seconds`, from the grant to the last byte. It owns the bytes from then on (the budget here covers transfers in
+    flight); the encode job is acknowledged only after it returns. Both run on the bus's loop and must be quick.
     """
 
     def __init__(
@@ -100,7 +101,10 @@ class EmbeddingReceiver:
         subject: str = "",
         largest_bytes: int = 0,
     ) -> None:
-        """`subject`: where offers come, if not where those of features come that were requested. `largest_bytes`: 0: the budget."""
+        """Prepare a receiver.
+
+        `subject`: subject of the offers; empty: the subject for requested features. `largest_bytes`: 0 means the budget.
+        """
         self._bus = bus
         self._pod = pod
         self._subject = subject or bus.subjects.embedding(pod)
@@ -112,7 +116,7 @@ class EmbeddingReceiver:
         self._window = max(window_bytes, self._chunk)
         self._timeout = timeout_seconds
         self._reserved = 0
-        self._transfers: dict[str, _Incoming] = {}  # by feature; touched on the bulk loop only
+        self._transfers: dict[str, _Incoming] = {}  # by feature; used on the bulk loop only
         self._bulk: Bulk[Bus] | None = None
         self._offers: Subscription | None = None
         self._endings: set[asyncio.Task[None]] = set()
@@ -137,7 +141,10 @@ class EmbeddingReceiver:
             await self._bulk.run(self._close())
 
     def cancel(self, feature_id: str) -> None:
-        """This feature is no longer needed: end its transfer, if there is one. From the bus's loop, after `wants` says so."""
+        """End the transfer of a feature that is no longer needed, if there is one.
+
+        Call it on the bus's loop, once `wants` refuses the feature.
+        """
         if self._bulk is not None:
             self._bulk.post(self._cancel, feature_id)
 
@@ -252,13 +259,13 @@ class EmbeddingReceiver:
         return ""
 
     async def _watch(self, incoming: _Incoming) -> None:
-        """Free the room of a transfer whose sender is silent."""
-        while (left := incoming.last_activity + self._timeout - time.monotonic()) > 0:
-            await asyncio.sleep(left)
+        """End a transfer whose sender is silent, which frees its memory."""
+        while (remaining := incoming.last_activity + self._timeout - time.monotonic()) > 0:
+            await asyncio.sleep(remaining)
         self._end(incoming, f"no chunk within {self._timeout} s")
 
     def _end(self, incoming: _Incoming, fault: str, complete: bool = False) -> None:
-        """Free the room; nothing after this touches the transfer. The result is sent by a separate task."""
+        """Free the memory of a transfer, which nothing touches afterwards. A separate task sends the result."""
         if self._transfers.get(incoming.offer.feature_id) is not incoming:
             return
         del self._transfers[incoming.offer.feature_id]

@@ -1,4 +1,4 @@
-"""The encoder's end of a feature's transfer: offer, wait for the grant, send within the credit, offer again what failed."""
+"""The encoder's end of a feature transfer: offers, waits for the grant, sends within the credit, offers again after a failure."""
 
 from __future__ import annotations
 
@@ -64,11 +64,12 @@ class EmbeddingSender:
         spans: list[tuple[float, float]] | None = None,
         subject: str = "",
     ) -> Sent:
-        """Send a feature to a pod by `deadline`. `sent` and `have`: it is there; `refused`: it is not or no longer needed. `subject`: where the pod
-        takes the offer, if not where it takes those of features that it requested.
+        """Send a feature to a pod by `deadline`.
 
-        `spans` gets the begin and end (time.monotonic) of the transfer itself, without the wait for the receiver's room.
-        Waits while the receiver has no room. The memory of `tensors` must not change meanwhile.
+        Returns `sent` or `have` if the pod has the feature, `refused` if the pod does not need it, or no longer. `subject`: subject of
+        the offer; empty: the one for features that the pod requested. `spans` gets the begin and end (time.monotonic) of the transfer
+        itself, without the wait for the receiver's memory. Waits while the receiver has no room. The memory of `tensors` must not
+        change meanwhile.
 
         Raises:
             PeerLostError: the receiver is lost.
@@ -93,11 +94,11 @@ class EmbeddingSender:
         )
         abandoned = threading.Event()  # besides cancelling: the client's publish can swallow a cancellation
         try:
-            left = max(0.0, deadline - time.time())
-            async with asyncio.timeout(left):
+            remaining = max(0.0, deadline - time.time())
+            async with asyncio.timeout(remaining):
                 bulk = await self._bus.bulk()  # the first use connects, which waits for an absent server
                 return await bulk.run(
-                    self._send(bulk.bus, receiver, subject, offer, views, abandoned, spans), timeout=left
+                    self._send(bulk.bus, receiver, subject, offer, views, abandoned, spans), timeout=remaining
                 )
         except TimeoutError as error:
             raise DeadlineError(
@@ -128,15 +129,15 @@ class EmbeddingSender:
                     _log.info("%s refused feature %s: %s", receiver, offer.feature_id[:16], grant.reason)
                     return "refused"
                 if grant.verdict == "send":
-                    begun = time.monotonic()
+                    start = time.monotonic()
                     await _Outgoing(bus, grant, views, offer.total_bytes, self._timeout, abandoned).run()
                     if spans is not None:
-                        spans.append((begun, time.monotonic()))
+                        spans.append((start, time.monotonic()))
                     return "sent"
                 pause = max(RETRY_SECONDS, min(grant.retry_seconds, 5.0))
             except (LinkError, DeadlineError, OverloadedError, PeerLostError) as error:
                 if isinstance(error, PeerLostError) and not failures:
-                    raise  # later it proves nothing: after the server's restart we may be back before the receiver is
+                    raise  # later it proves nothing: after a server's restart we may return before the receiver
                 failures += 1
                 if failures == _ATTEMPTS:
                     raise LinkError(
@@ -149,7 +150,7 @@ class EmbeddingSender:
 
 
 class _Outgoing:
-    """One granted transfer, from the sender's side."""
+    """A granted transfer at the sender."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class _Outgoing:
 
 
 def _pieces(views: Sequence[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """Views of at most `chunk_bytes`, in order; one empty piece when there is nothing at all."""
+    """Views of at most `chunk_bytes`, in order; one empty view if there are no bytes at all."""
     empty = True
     for view in views:
         for start in range(0, view.nbytes, chunk_bytes):

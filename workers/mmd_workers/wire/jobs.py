@@ -1,11 +1,11 @@
-"""The work queue of encode jobs on JetStream: one message a medium, one durable consumer a modality. Independent of encoders.
+"""The work queue of encode jobs on JetStream: one message per medium, one durable consumer per modality. Independent of encoders.
 
-How much work waits is read off the stream itself. The last token of a job's subject is its work, rounded up to two
+The amount of waiting work is read from the stream itself. The last token of a job's subject is its work, rounded up to two
 significant digits, and the server counts messages by subject; a job leaves the stream when it is acknowledged or
 terminated. So the sum is exact to 10%, needs no bookkeeping, and survives publishers, encoders and servers.
 
-The bound on deliveries is kept by the puller, not by the server: JetStream would only stop redelivering, with an
-advisory that may have no subscriber. Here the delivery after the last attempt is answered with `EncodeFailed` and terminated.
+The puller, not the server, bounds the deliveries: JetStream would only stop redelivering, with an advisory that may have no
+subscriber. Here the delivery after the last attempt is answered with `EncodeFailed` and terminated.
 """
 
 from __future__ import annotations
@@ -50,26 +50,27 @@ from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef
 from mmd_workers.wire.messages.prefill import EncodeFailed
 
 _STREAM_FULL = {10077, 10123}  # maximum messages or bytes exceeded; insufficient storage resources
-MAX_WORK_DIGITS = 15  # of a subject; more are no job of ours
+MAX_WORK_DIGITS = 15  # a subject with more is no job of ours
 _API_SECONDS = 3.0
 _CONFIRM_SECONDS = 1.5
 _POLL_SECONDS = 0.25
-_HEADER_BYTES = 1024  # at most, of a published job; the server counts them
-_ARRAY_BYTES = 5  # at most, of the length of a list
-_RANGE_BYTES = 11  # at most, of a start and a length below 2 ** 32
+_HEADER_BYTES = 1024  # maximum for a published job; the server counts them
+_ARRAY_BYTES = 5  # maximum for the length of a list
+_RANGE_BYTES = 11  # maximum for a start and a length below 2 ** 32
 _RANGES_AT_ONCE = 4096
-_OTHER_FIELDS_BYTES = 4096  # at most, of a job besides its feature: names, ids and times
-_REPORTS = 4  # of one failure, before the job goes back to the queue
+_OTHER_FIELDS_BYTES = 4096  # maximum for a job without its feature: names, ids and times
+_REPORTS = 4  # attempts to report a failure before the job goes back to the queue
 _SOON_SECONDS = 0.01
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Bounds of the queue.
+    """Limits of the queue.
 
-    `max_age_seconds` must exceed every job's deadline: what is older is dropped by the server, and its receiver has long
-    given up. A job whose encoder is silent for `ack_wait_seconds` goes to another one. `max_ack_pending` bounds the jobs of one modality in encoders' hands: at least encoders x jobs per encoder.
+    `max_age_seconds` must exceed every job's deadline: the server drops older jobs, whose receivers have long given up. A job whose
+    encoder is silent for `ack_wait_seconds` goes to another encoder. `max_ack_pending` bounds the jobs of one modality that encoders
+    hold: at least encoders x jobs per encoder.
     """
 
     max_jobs: int = 4096
@@ -83,7 +84,11 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Of one modality: `jobs` not yet done and the `work` in them (units of `FeatureRef.work`), of which `running_jobs` are with encoders."""
+    """The depth of the queue for one modality.
+
+    `jobs`: number of jobs not yet done. `work`: the work in them, in units of `FeatureRef.work`. `running_jobs`: jobs of these that
+    are with encoders.
+    """
 
     jobs: int
     work: int
@@ -102,24 +107,24 @@ class Delivery:
         self._ack_wait = limits.ack_wait_seconds
 
     async def ack(self) -> None:
-        """The feature has arrived: take the job off the queue.
+        """Take the job off the queue: its feature has arrived.
 
-        An acknowledgement that the server does not confirm is only logged: the job is redelivered, its OFFER answered `have`.
+        An acknowledgement that the server does not confirm is only logged: the job is redelivered, and its OFFER answered `have`.
         """
         await self._settle(b"+ACK")
 
     async def retry(self, delay: float) -> None:
-        """Give the job back; it is delivered again after `delay` seconds, to any encoder. Counts as an attempt."""
+        """Give the job back. It is delivered again after `delay` seconds, to any encoder, and counts as an attempt."""
         await self._settle(b"-NAK " + json.dumps({"delay": int(delay * 1e9)}).encode())
 
     async def terminate(self, reason: str) -> None:
-        """Take the job off the queue undone. The caller has notified the receiver, or knows that none waits."""
+        """Take the unfinished job off the queue. The caller has notified the receiver, or knows that none waits."""
         _log.warning("encode job %s terminated: %s", self.job.job_id, reason)
         await self._settle(b"+TERM " + reason.replace("\r", " ").replace("\n", " ").encode()[:512])
 
     @asynccontextmanager
     async def keep_alive(self) -> AsyncIterator[None]:
-        """Extend the acknowledgement wait every third of it while the job is in progress."""
+        """Extend the acknowledgement wait, after every third of it, while the job is in progress."""
 
         async def extend() -> None:
             while True:
@@ -150,7 +155,7 @@ class Delivery:
 
 
 class _Puller:
-    """Pull requests for one modality. The inbox is a core subscription, which the client restores after a reconnect."""
+    """Sends pull requests for one modality. Its inbox is a core subscription, which the client restores after a reconnect."""
 
     def __init__(self, bus: Bus, stream: str, modality: Modality) -> None:
         self._bus = bus
@@ -167,7 +172,7 @@ class _Puller:
             await self._subscription.unsubscribe()
 
     async def take(self, batch: int, linger_seconds: float = 0.0) -> list[Msg]:
-        """Up to `batch` messages: what is there, or with `linger_seconds` the first one that comes.
+        """Take up to `batch` messages: the available ones, or with `linger_seconds` the first to arrive.
 
         Raises:
             js_errors.ServiceUnavailableError: the consumer does not exist.
@@ -200,11 +205,14 @@ class _Puller:
             elif message.subject == reply:
                 if status in ("503", "409"):  # no such consumer, or it was deleted
                     raise js_errors.ServiceUnavailableError(description=f"{self._next}: {status}")
-                break  # 404: nothing there; 408: the time is up
+                break  # 404: no messages; 408: the time is up
         return messages
 
     async def _message(self, seconds: float) -> Msg:
-        """The next one. The client swallows a cancellation that meets a message, and an encoder would never end."""
+        """Wait for the next message, or be cancelled.
+
+        The client swallows a cancellation that coincides with a message, and an encoder would never end.
+        """
         assert self._subscription is not None, "call open() first"
         async with cancellable():
             return await self._subscription.next_msg(timeout=seconds)
@@ -227,8 +235,9 @@ class EncodeQueue:
         self._reports: set[asyncio.Task[None]] = set()
 
     async def ensure(self) -> None:
-        """Create the stream and its consumers, or bring them to these limits. Any number of gateways may call it at once, and
-        no other role does: a user that can create streams can read every subject.
+        """Create the stream and its consumers, or update them to these limits.
+
+        Any number of gateways may call it at once, and no other role does: a user that can create streams can read every subject.
 
         Raises:
             PeerLostError: the server has no JetStream or does not answer.
@@ -277,7 +286,7 @@ class EncodeQueue:
 
         Raises:
             OverloadedError: the queue is full.
-            DeadlineError: the server did not confirm: it is slow, or the gateway has not made the queue (again) yet. The job may have
+            DeadlineError: the server did not confirm: it is slow, or the gateway has not (re)created the queue yet. The job may have
                 been queued; publishing again is safe.
             PeerLostError: no server, or one without JetStream.
         """
@@ -287,7 +296,7 @@ class EncodeQueue:
         try:
             answer = await self._publish(job, message_id)
         except (nats_errors.NoRespondersError, nats_errors.TimeoutError, TimeoutError) as error:
-            # No stream: no reply at all where pullers listen for the core copies of jobs, "no responders" elsewhere.
+            # Without a stream there is no reply if pullers listen for the core copies of jobs, otherwise "no responders".
             raise DeadlineError(
                 f"the encode queue did not confirm job {job.job_id} ({type(error).__name__}); publish it again"
             ) from error
@@ -307,28 +316,28 @@ class EncodeQueue:
         raise PeerLostError(f"the encode queue refused job {job.job_id}: {fault.get('description')}")
 
     async def give_back(self, delivery: Delivery) -> None:
-        """Let any encoder take the job, as if it had not been delivered here: unlike `Delivery.retry`, this is no attempt.
+        """Let any encoder take the job, as if it had not been delivered here. Unlike `Delivery.retry`, this is no attempt.
 
-        Raises as `publish`; then the job comes again by itself, as an attempt.
+        Raises the errors of `publish`; then the job is redelivered anyway, as an attempt.
         """
         job = replace(delivery.job, tried=delivery.attempt - 1)
         await self._published(job, message_id=f"{job.job_id}/{uuid.uuid4().hex}")
         await delivery.ack()
 
     async def pull(self, modalities: Sequence[Modality], batch: int, wait: float) -> list[Delivery]:
-        """Up to `batch` jobs, fairly by modality; waits up to `wait` seconds for the first. None in time: an empty list.
+        """Pull up to `batch` jobs, fairly by modality, waiting up to `wait` seconds for the first. Empty if none arrives in time.
 
-        Never raises if the server is unreachable: it waits, as for an empty queue. One caller at a time.
+        It never raises if the server is unreachable, but waits, as for an empty queue. One caller at a time.
         """
         end = self._clock.now() + wait
         while True:
             woken = self._wake.is_set()
             self._wake.clear()
-            left = end - self._clock.now()
+            remaining = end - self._clock.now()
             try:
                 await self._open(modalities)
                 deliveries = await self._round(modalities, batch)
-                if deliveries or left <= 0:
+                if deliveries or remaining <= 0:
                     return deliveries
             except (js_errors.ServiceUnavailableError, js_errors.NotFoundError):
                 self._log.warning(
@@ -336,22 +345,22 @@ class EncodeQueue:
                 )
             except (nats_errors.Error, TimeoutError, MmdError) as error:
                 self._log.warning("pull", f"reading the encode queue failed: {type(error).__name__} {error}")
-            left = end - self._clock.now()
-            if left <= 0:
+            remaining = end - self._clock.now()
+            if remaining <= 0:
                 return []
-            # The signal may be here before the stream has its job: then a second look, soon.
+            # The signal may arrive before the stream has its job: look again soon.
             pause = _SOON_SECONDS if woken else _POLL_SECONDS
             try:
-                async with self._clock.timeout(min(left, pause)):
+                async with self._clock.timeout(min(remaining, pause)):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
     async def depth(self) -> dict[Modality, QueueDepth]:
-        """What is queued and not yet done, by modality.
+        """The jobs that are queued and not yet done, by modality.
 
         Raises:
-            PeerLostError: the server or the queue is not there.
+            PeerLostError: the server or the queue is not available.
         """
         try:
             info = await self._manager.stream_info(
@@ -373,7 +382,7 @@ class EncodeQueue:
         for subject, count in (info.state.subjects or {}).items():
             *_, name, size = subject.split(".")
             if not (size.isdecimal() and len(size) <= MAX_WORK_DIGITS):
-                continue  # no job of ours: whoever may publish chose the subject
+                continue  # not our job: anyone who may publish chooses the subject
             for modality in MODALITIES:
                 if name == modality:
                     jobs[modality] += count
@@ -408,28 +417,28 @@ class EncodeQueue:
                 continue
             puller = _Puller(self._bus, self._stream, modality)
             await puller.open()
-            # The copy of a job that core NATS brings is the signal to pull: an idle queue is polled slowly.
+            # Core NATS delivers a copy of each job, the signal to pull: an idle queue is polled slowly.
             subject = self._bus.subjects.encode_work(modality, "*")
             self._wakers.append(await self._bus.client.subscribe(subject, cb=wake, pending_msgs_limit=4096))
             self._pullers[modality] = puller
 
     async def _round(self, modalities: Sequence[Modality], batch: int) -> list[Delivery]:
-        """Ask each modality for its share of what is left of the batch, beginning with another one each time."""
+        """Ask each modality for its share of the remaining batch, beginning with another modality each time."""
         self._turn += 1
         order = [modalities[(self._turn + i) % len(modalities)] for i in range(len(modalities))]
-        taken: list[Delivery] = []
-        for asked in range(2 * len(order)):  # the second time round hands out what others left over
-            left = batch - len(taken)
-            if left == 0:
+        deliveries: list[Delivery] = []
+        for turn in range(2 * len(order)):  # the second round hands out unused shares
+            remaining = batch - len(deliveries)
+            if remaining == 0:
                 break
-            share = left if asked >= len(order) else math.ceil(left / (len(order) - asked))
-            if asked >= len(order) and not taken:
+            share = remaining if turn >= len(order) else math.ceil(remaining / (len(order) - turn))
+            if turn >= len(order) and not deliveries:
                 break  # no puller had a job
-            for message in await self._pullers[order[asked % len(order)]].take(share):
+            for message in await self._pullers[order[turn % len(order)]].take(share):
                 delivery = await self._accept(message)
                 if delivery is not None:
-                    taken.append(delivery)
-        return taken
+                    deliveries.append(delivery)
+        return deliveries
 
     async def _accept(self, message: Msg) -> Delivery | None:
         try:
@@ -455,7 +464,7 @@ class EncodeQueue:
                 self._bus, delivery, failed, f"not finished after {attempts} attempts", self._clock
             )
         )
-        self._reports.add(report)  # a receiver that does not answer holds up no other job
+        self._reports.add(report)  # an unresponsive receiver must not hold up other jobs
         report.add_done_callback(self._reports.discard)
         return None
 
@@ -463,23 +472,24 @@ class EncodeQueue:
 async def report_failure(
     bus: Bus, delivery: Delivery, failed: EncodeFailed, reason: str, clock: Clock = SYSTEM_CLOCK
 ) -> None:
-    """Report to the receiver that the feature will not come, and take the job off the queue once it has confirmed that. While it
-    does not, the job stays queued: the next encoder to get it reports again. A lost receiver needs no report.
+    """Report to the receiver that the feature will not come, then take the job off the queue.
+
+    Until the receiver confirms, the job stays queued, and the next encoder to get it reports again. A lost receiver needs no report.
     """
-    job, gone = delivery.job, 0
+    job, times_lost = delivery.job, 0
     for _ in range(_REPORTS):
         try:
             subject = bus.subjects.encode_failed(job.receiver)
             await bus.request(subject, failed, Acknowledged, timeout=_CONFIRM_SECONDS)
             break
         except MmdError as error:
-            gone += isinstance(error, PeerLostError)
+            times_lost += isinstance(error, PeerLostError)
             _log.warning(
                 "failure report of job %s was not confirmed, retrying: %s", job.job_id, error.message
             )
             await clock.sleep(_POLL_SECONDS)
     else:
-        if gone < _REPORTS and clock.unix() < job.deadline:
+        if times_lost < _REPORTS and clock.unix() < job.deadline:
             await delivery.retry(_CONFIRM_SECONDS)
             return
     await delivery.terminate(reason)
@@ -494,11 +504,12 @@ def round_work(work: int) -> int:
 
 
 async def check_fits(feature: FeatureRef) -> None:
-    """Check that the encode job of a feature fits one message, before any other pod has the request. Few ranges cost no time; many are
-    measured beside the event loop.
+    """Check that the encode job of a feature fits one message, before any other pod has the request.
+
+    Few ranges cost no time; many are measured outside the event loop.
 
     Raises:
-        CapacityError: it does not; names the cause and the remedy.
+        CapacityError: the job does not fit; the message names the cause and the remedy.
     """
     room = MAX_MESSAGE_BYTES - _HEADER_BYTES - _OTHER_FIELDS_BYTES
     try:
@@ -512,13 +523,16 @@ async def check_fits(feature: FeatureRef) -> None:
 
 
 def _packed_bytes(ranges: list[list[int]]) -> int:
-    """At least what they take in a message. Packed in parts: packing holds the interpreter lock, and between them others run."""
+    """Minimum bytes of the ranges in a message.
+
+    They are packed in parts: packing holds the interpreter lock, and other threads run between parts.
+    """
     parts = (ranges[at : at + _RANGES_AT_ONCE] for at in range(0, len(ranges), _RANGES_AT_ONCE))
     return sum(len(msgpack.packb(part)) for part in parts)
 
 
 def _too_large(feature: FeatureRef) -> CapacityError:
-    """What makes a job large is the place of its medium in the prompt; the medium itself is not part of it."""
+    """The error for a job that is too large because of the medium's ranges in the prompt; it does not contain the medium."""
     remedy = {
         "image": "send a smaller image",
         "video": "send a shorter or smaller video, or lower spec.gateway.media.video.maxFrames",
@@ -535,5 +549,5 @@ def _consumer(modality: str) -> str:
 
 
 def _status(message: Msg) -> str | None:
-    """A status instead of a message (JetStream sends those without a body)."""
+    """The status that a reply has instead of a message (JetStream sends it without a body)."""
     return message.headers.get("Status") if message.headers and not message.data else None

@@ -1,4 +1,4 @@
-"""Who a process is to the NATS server, and what a NATS URL may contain. Independent of connections."""
+"""The login of a process at the NATS server, and the check of NATS URLs. Independent of connections."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """User of a NATS server. Never part of a URL, so that no message, log or repr can contain the password.
+    """A user of a NATS server. It is never part of a URL, so that no message, log or repr can contain the password.
 
-    `previous`: name under which the server accepts the password from before a rotation. `folder`: where the files `username` and
-    `password`, if they exist, have the present login; they are read at every connection.
+    `previous`: name under which the server accepts the password from before a rotation. `folder`: its files `username` and
+    `password`, if they exist, hold the present login; they are read at every connection.
     """
 
     user: str
@@ -21,8 +21,10 @@ class Login:
     folder: Path | None = None
 
     def at_attempt(self, number: int) -> Login:
-        """The login to present at one of several attempts in a row: a server that restarts for a rotation, and the files here, may be
-        one rotation apart, so every other attempt uses the previous name."""
+        """The login to present at one of several attempts in a row. Every other attempt uses the previous name.
+
+        A server that restarts for a rotation, and the files here, may be one rotation apart.
+        """
         user = self._read("username") or self.user
         name = self.previous if self.previous and number % 2 else user
         return replace(self, user=name, password=self._read("password") or self.password)
@@ -40,7 +42,7 @@ def refuse_credentials_in(url: str) -> None:
     Raises:
         ValueError: it contains a user name or password, which are not repeated in the message.
     """
-    if any("@" in urlsplit(one.strip()).netloc for one in url.split(",")):
+    if any("@" in urlsplit(server.strip()).netloc for server in url.split(",")):
         raise ValueError(
             "the NATS URL contains credentials: pass the URL as scheme://host:port, the user as MMD_NATS_USERNAME and "
             "the password as MMD_NATS_PASSWORD"

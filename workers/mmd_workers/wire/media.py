@@ -23,7 +23,7 @@ _ATTEMPTS = 3
 
 
 class MediaServer:
-    """Serves what `lookup(digest)` returns (None: not held). `lookup` runs on the bus's loop and must be quick."""
+    """Serves the media that `lookup(digest)` returns (None: not held). `lookup` runs on the bus's loop and must be quick."""
 
     def __init__(
         self, bus: Bus, gateway_pod: str, lookup: Callable[[str], memoryview | bytes | None]
@@ -40,7 +40,7 @@ class MediaServer:
         await self._bulk.run(self._start(self._bulk.bus))
 
     async def close(self) -> None:
-        """Serve no longer."""
+        """Stop serving."""
         if self._bulk is not None and self._subscription is not None and self._bus.is_connected:
             await self._bulk.run(self._subscription.unsubscribe())
 
@@ -66,19 +66,19 @@ class MediaServer:
 
 
 async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadline: float) -> bytes:
-    """All bytes of a medium that `gateway` holds; several slices are in flight at once. `deadline` is in Unix seconds.
+    """Read all bytes of a medium from the gateway that holds it, several slices at once. `deadline` is in Unix seconds.
 
     Raises:
         MediaGoneError: the gateway does not hold it.
         PeerLostError: the gateway is lost.
-        LinkError: slices did not come, or the bytes are not those of `digest` (sha256, hex).
+        LinkError: slices did not arrive, or the bytes do not match `digest` (sha256, hex).
         DeadlineError: `deadline` passed.
     """
     try:
-        left = max(0.0, deadline - time.time())
-        async with asyncio.timeout(left):
-            bulk = await bus.bulk()  # the first use connects, which waits for a server that is away
-            data = await bulk.run(_read_all(bulk.bus, gateway, digest, num_bytes), timeout=left)
+        remaining = max(0.0, deadline - time.time())
+        async with asyncio.timeout(remaining):
+            bulk = await bus.bulk()  # the first use connects, which waits for an absent server
+            data = await bulk.run(_read_all(bulk.bus, gateway, digest, num_bytes), timeout=remaining)
             actual = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
     except TimeoutError as error:
         raise DeadlineError(
@@ -92,15 +92,18 @@ async def read_medium(bus: Bus, gateway: str, digest: str, num_bytes: int, deadl
 
 
 class SharedReads:
-    """Reads of media, each in flight once for all who want its bytes at the same time: every page of a document is a medium of the same bytes."""
+    """Shares one read of a medium among all concurrent readers.
+
+    Every page of a document is a medium with the same bytes.
+    """
 
     def __init__(self, read: Callable[[str, str, int, float], Coroutine[Any, Any, bytes]]) -> None:
-        """`read(gateway, digest, num_bytes, deadline)` reads one, as `read_medium` does."""
+        """`read(gateway, digest, num_bytes, deadline)` reads one medium, as `read_medium` does."""
         self._read = read
         self._reading: dict[tuple[str, str], tuple[asyncio.Task[bytes], list[None]]] = {}
 
     async def read(self, gateway: str, digest: str, num_bytes: int, deadline: float) -> bytes:
-        """All bytes of a medium.
+        """Read all bytes of a medium.
 
         Raises:
             MediaGoneError, PeerLostError, LinkError, DeadlineError: as `read_medium`.
@@ -109,7 +112,7 @@ class SharedReads:
             try:
                 return await self._joined(gateway, digest, num_bytes, deadline)
             except DeadlineError:
-                if time.time() >= deadline:  # else it was that of whoever began
+                if time.time() >= deadline:  # otherwise the deadline of the reader that began
                     raise
 
     async def _joined(self, gateway: str, digest: str, num_bytes: int, deadline: float) -> bytes:

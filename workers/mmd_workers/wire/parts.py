@@ -1,6 +1,6 @@
-"""Requests larger than one NATS message: cut into parts, and put together again within bounds. Independent of connections.
+"""Cuts requests larger than one NATS message into parts, and reassembles them within limits. Independent of connections.
 
-Each part is a separate request, answered before the next is sent; the answer to the last one is the reply to the request.
+Each part is a separate request, answered before the next is sent; the answer to the last part is the reply to the request.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mmd_workers.wire.codec import MAX_REQUEST_BYTES
 PART_HEADER = "Mmd-Part"
 PART_BYTES = 768 << 10
 MAX_ASSEMBLIES = 8  # requests that arrive in parts at the same time, on one subject
-ASSEMBLY_SECONDS = 15.0  # without a further part
+ASSEMBLY_SECONDS = 15.0  # a request expires after this long without a further part
 
 
 def parts_of(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """(header, bytes) of every part, in order."""
+    """Header and bytes of every part, in order."""
     count, name = -(-len(data) // PART_BYTES), uuid.uuid4().hex
     for number in range(count):
         yield f"{name} {number} {count}", data[number * PART_BYTES : (number + 1) * PART_BYTES]
@@ -33,17 +33,17 @@ class _Assembly:
 
 
 class Assembler:
-    """Puts the parts of requests on one subject together. `now` is seconds on any one clock that never goes back."""
+    """Reassembles the parts of requests on one subject. `now` is seconds on any single clock that never goes back."""
 
     def __init__(self) -> None:
         self._assemblies: dict[str, _Assembly] = {}
 
     def take(self, header: str, data: bytes, now: float) -> bytes | None:
-        """The complete request when this was its last part, None before.
+        """Take a part. Returns the complete request with its last part, None before.
 
         Raises:
             OverloadedError: too many requests arrive in parts.
-            WireError: not a part, or one is missing.
+            WireError: this is not a part, or a part is missing.
         """
         name, number, count = _parsed(header)
         for stale in [n for n, a in self._assemblies.items() if now - a.last_activity > ASSEMBLY_SECONDS]:

@@ -1,4 +1,4 @@
-"""Who is there: heartbeats out, and a live view of the other pods in. Independent of what the pods do."""
+"""Sends heartbeats and keeps a live view of the other pods. Independent of what the pods do."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ EventKind = Literal["appeared", "lost", "reborn", "state"]
 
 
 def sent_now() -> float:
-    """Unix time for `Heartbeat.sent`: it does not go back when this machine's clock is set, or heartbeats would be taken for late."""
+    """Unix time for `Heartbeat.sent`. It does not go back when this machine's clock is set: heartbeats would count as late."""
     return _STARTED_AT + time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """`appeared`, `lost`, `reborn` (a new incarnation: what the old one held is lost) or `state` (it changed).
+    """A change of a pod: `appeared`, `lost`, `reborn` (a new incarnation; all that the old one held is lost) or `state` (it changed).
 
-    `heartbeat` is the newest one; `before` the one before it, None for `appeared`.
+    `heartbeat`: the newest one. `before`: the previous one, None for `appeared`.
     """
 
     kind: EventKind
@@ -52,18 +52,18 @@ class _Peer:
 
 
 class PeerTable:
-    """The rules, without clock or network: `now` is seconds on any one clock that never goes back."""
+    """The rules, without clock or network. `now` is seconds on any single clock that never goes back."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.refused = 0
         self._peers: dict[str, _Peer] = {}
-        self._places: dict[str, int] = {}  # in `_beats`, by pod; empty: to be made anew
+        self._places: dict[str, int] = {}  # index in `_beats`, by pod; empty: to be rebuilt
         self._beats: list[Heartbeat] = []
         self._last_tick: float | None = None
 
     def record(self, heartbeat: Heartbeat, now: float) -> list[PeerEvent]:
-        """Take a heartbeat in. One of a former incarnation (late on the wire) is ignored."""
+        """Record a heartbeat. One from a former incarnation (late on the wire) is ignored."""
         peer = self._peers.get(heartbeat.pod)
         if peer is None:
             if len(self._peers) >= MAX_PODS:
@@ -86,7 +86,7 @@ class PeerTable:
         return [PeerEvent("state", heartbeat, before)] if heartbeat.state != before.state else []
 
     def tick(self, now: float, connected: bool = True) -> list[PeerEvent]:
-        """Find who is lost. While this process is disconnected, or was itself stopped for half a time-out, silence proves nothing."""
+        """Find lost pods. Silence proves nothing while this process is disconnected, or was itself stopped for half a timeout."""
         stalled = self._last_tick is not None and now - self._last_tick > self.timeout_seconds / 2
         self._last_tick = now
         if stalled or not connected:
@@ -95,7 +95,7 @@ class PeerTable:
         lost = [pod for pod, peer in self._peers.items() if now - peer.last_seen > self.timeout_seconds]
         if lost:
             self._places.clear()
-        return [PeerEvent("lost", gone.heartbeat, gone.heartbeat) for gone in map(self._peers.pop, lost)]
+        return [PeerEvent("lost", peer.heartbeat, peer.heartbeat) for peer in map(self._peers.pop, lost)]
 
     def forgive(self, now: float) -> None:
         """Restart the timeout of every peer."""
@@ -103,7 +103,7 @@ class PeerTable:
             peer.last_seen = now
 
     def heartbeats(self) -> list[Heartbeat]:
-        """The newest heartbeat of everybody, by pod name. Every request asks: names are sorted when pods come or go."""
+        """Newest heartbeats of all pods, by pod name. Every request calls this, so names are sorted only when pods come or go."""
         if not self._places:
             self._beats = [self._peers[pod].heartbeat for pod in sorted(self._peers)]
             self._places = {beat.pod: place for place, beat in enumerate(self._beats)}
@@ -176,7 +176,7 @@ class PeerDirectory:
         """Wait until `predicate(self)` holds; it is evaluated at every heartbeat and loss.
 
         Raises:
-            DeadlineError: it does not within `timeout` seconds; the message lists who is there.
+            DeadlineError: it does not hold within `timeout` seconds; the message lists the pods that are there.
         """
         try:
             async with self._clock.timeout(timeout):
@@ -221,9 +221,9 @@ class PeerDirectory:
 
 
 class Heartbeater:
-    """Publishes what `make` returns every `period` seconds, and at once on `beat`. `make` is called on the bus's loop.
+    """Publishes the heartbeat that `make` returns every `period` seconds, and at once on `beat`. `make` is called on the bus's loop.
 
-    `last_progress` (seconds of `clock`) moves with every turn, also while no server takes the heartbeat: a `make` that fails stops it.
+    `last_progress` (seconds of `clock`) advances with every turn, even while no server takes the heartbeat; a failing `make` stops it.
     """
 
     def __init__(
@@ -244,12 +244,12 @@ class Heartbeater:
         self._task = asyncio.create_task(self._beat_for_ever(), name="heartbeat")
 
     async def beat(self) -> None:
-        """Send one now: a state that changed should not wait for the period."""
+        """Send a heartbeat now: a changed state should not wait for the period."""
         heartbeat = self._make()
         await self._bus.publish(self._bus.subjects.heartbeat(heartbeat.pod), heartbeat)
 
     async def announce(self) -> None:
-        """`beat` that only logs a failure to send: the next heartbeat has the same content."""
+        """Like `beat`, but a failure to send is only logged: the next heartbeat has the same content."""
         try:
             await self.beat()
         except MmdError as error:

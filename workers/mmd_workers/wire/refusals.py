@@ -1,4 +1,4 @@
-"""An error that a handler raised, as the reply to its requester, where it is raised again. Independent of connections."""
+"""Carries a handler's error in the reply to its requester, where it is raised again. Independent of connections."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ REFUSED_HEADER = "Mmd-Refused"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a server answers instead of a reply when its handler raised: an `MmdError` as data."""
+    """The `MmdError` of a handler as data, sent instead of a reply."""
 
     code: str
     message: str
 
 
 def refusal_of(error: MmdError) -> tuple[bytes, dict[str, str]]:
-    """The error as a reply: data and headers."""
+    """Data and headers of a reply with this error."""
     return pack(Refusal(error.code, error.message[:4096])), {REFUSED_HEADER: error.code}
 
 
 def raise_refusal(reply: Msg) -> None:
-    """Do nothing if this is a reply, and not an error.
+    """Raise the error in a reply, if there is one.
 
     Raises:
-        MmdError: the very error that the handler on the other side raised.
+        MmdError: the error that the handler on the other side raised.
     """
     if reply.headers and REFUSED_HEADER in reply.headers:
         refusal = unpack(Refusal, reply.data)

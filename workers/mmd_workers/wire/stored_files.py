@@ -1,11 +1,12 @@
-"""Uploaded files on JetStream, for all gateways of a deployment: a log of entries, and chunks of bytes. Independent of tenants' limits and of HTTP.
+"""Uploaded files on JetStream, for all gateways of a deployment: a log of entries, and chunks of bytes.
 
-An entry is the last message of its file's subject, and whoever writes one names the last message of the stream that it has read: of two gateways
-that write at once one is refused, reads what is new and decides again. So what a gateway decides from all entries (whether there is room for one
-more file) holds for all gateways. A deletion is an entry as well, because the removal of a message would reach nobody.
+Independent of tenants' limits and of HTTP. An entry is the last message of its file's subject. Its writer names the last message of
+the stream that it has read: of two gateways that write at once, one is refused, reads the new messages and decides again. So a
+decision from all entries (whether there is room for one more file) holds for all gateways. A deletion is an entry as well, because
+the removal of a message would reach nobody.
 
-This is no bucket of JetStream's object store: that has no such comparison, its client reads what it puts from a blocking file, and
-its list is a consumer that delivers every entry again.
+JetStream's object store is not used: it has no such comparison, its client reads uploads from a blocking file, and its list is
+a consumer that delivers every entry again.
 """
 
 from __future__ import annotations
@@ -37,24 +38,26 @@ from mmd_workers.wire.codec import pack, unpack
 
 CHUNK_BYTES = 512 << 10
 DELETED_SECONDS = 120.0
-"""For which a deletion stays in the log. A gateway that has not read it for half as long reads it from the beginning."""
+"""How long a deletion stays in the log. A gateway that has not read the log for half as long reads it from the beginning."""
 BYTES_SLACK_SECONDS = 3600.0
-"""For which bytes may outlive their entry, so that a request that has found the entry gets them."""
+"""How long bytes may outlive their entry, so that a request that has found the entry gets them."""
 BEHIND_SECONDS = (0.1, 0.4, 1.0)
-"""Pauses for which a reader gives servers of a cluster time to receive what a majority has."""
+"""Pauses of a reader, in which servers of a cluster may catch up with the majority."""
 _SECONDS = 10.0
 _NAME_IN_USE = 10058
 _NO_STREAM = 10059
 _WRONG_LAST_SEQUENCE = {10070, 10071}
-_FULL = {10023, 10047, 10077, 10123}  # of a stream, of the account or of the server
+_FULL = {10023, 10047, 10077, 10123}  # the stream, the account or the server is full
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """An entry. `num_bytes`: of an upload what it may have at most. `expires_at`: when the entry ends, in Unix seconds; that of an upload,
-    when it is given up. `digest`: SHA-256 of the bytes.
+    """An entry. `digest`: SHA-256 of the bytes.
+
+    `num_bytes`: size of the file, or the most that an upload may have. `expires_at`: Unix seconds at which the entry ends, or an upload
+    is given up.
     """
 
     file_id: str
@@ -71,7 +74,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds of both streams."""
+    """Limits of both streams."""
 
     entry_bytes: int
     bytes_bytes: int
@@ -79,7 +82,7 @@ class StoreLimits:
 
 
 def lost(verb: str, error: Exception) -> MmdError:
-    """What a client learns of a store that does not do its work."""
+    """The error that a client gets when the store fails."""
     if isinstance(error, js_errors.APIError) and error.err_code in _FULL:
         return FileQuotaError(
             f"the NATS server has no room for more files ({error.description}); delete files, or raise spec.gateway.files.maxMebibytes and "
@@ -91,7 +94,7 @@ def lost(verb: str, error: Exception) -> MmdError:
 
 
 class FileLog:
-    """The entries, as this gateway has read them. For one caller at a time."""
+    """The entries as this gateway has read them, for one caller at a time."""
 
     def __init__(self, bus: Bus, limits: StoreLimits) -> None:
         self._bus, self._limits = bus, limits
@@ -100,9 +103,9 @@ class FileLog:
         self._publisher = JetStreamContext(bus.client, timeout=_SECONDS)
         self._log = RateLimitedLog(_log)
         self._entries: dict[str, StoredFile] = {}
-        self._created: datetime | None = None  # of the stream that has been read
-        self._sequence = 0  # of the last message that has been read
-        self._last_sequence = 0  # of the stream
+        self._stream_created_at: datetime | None = None  # the stream that has been read
+        self._sequence = 0  # number of the last message that has been read
+        self._last_sequence = 0  # number of the stream's last message
         self._read_at = -DELETED_SECONDS
         self._is_ensured = False
 
@@ -117,12 +120,14 @@ class FileLog:
         return len(self._entries)
 
     async def ensure(self) -> None:
-        """Create both streams, or raise their limits to these. Any number of gateways may call it at once: during a rollout some have other
-        limits, and the largest stay, as do files that were promised more time. What is less is kept by those who write entries.
+        """Create both streams, or raise their limits to these. Any number of gateways may call it at once.
+
+        During a rollout some gateways have other limits. The largest stay, as do files that were promised more time; smaller limits
+        are kept by those who write entries.
 
         Raises:
             PeerLostError: the server has no JetStream or does not answer.
-            FileQuotaError: it has no room for them.
+            FileQuotaError: the server has no room for the streams.
         """
         subjects, limits = self._bus.subjects, self._limits
         entries = api.StreamConfig(
@@ -140,19 +145,19 @@ class FileLog:
         self._is_ensured = True
 
     async def catch_up(self) -> None:
-        """Read what is new in the log. A server that has lost its store has no file any more.
+        """Read the new messages of the log. A server that has lost its store has no files any more.
 
         Raises:
-            PeerLostError: it cannot be read now.
+            PeerLostError: the log cannot be read now.
             FileQuotaError: the server lost its store and has no room for a new one.
         """
         try:
             info = await self._info()
             now = time.monotonic()
-            if info.created != self._created or now - self._read_at > DELETED_SECONDS / 2:
+            if info.created != self._stream_created_at or now - self._read_at > DELETED_SECONDS / 2:
                 self._entries.clear()
-                self._created, self._sequence = info.created, 0
-                self._read_at = now  # one who is interrupted goes on from there
+                self._stream_created_at, self._sequence = info.created, 0
+                self._read_at = now  # an interrupted read resumes there
             self._last_sequence = info.state.last_seq
             while self._sequence < self._last_sequence and await self._read_next():
                 pass
@@ -162,11 +167,11 @@ class FileLog:
             raise lost("read", error) from error
 
     async def append(self, entry: StoredFile) -> bool:
-        """Write an entry; False: another gateway has written meanwhile, so catch up and decide again.
+        """Write an entry. False: another gateway has written meanwhile, so catch up and decide again.
 
         Raises:
             PeerLostError: the server did not confirm. It may have the entry.
-            FileQuotaError: it has no room.
+            FileQuotaError: the server has no room.
         """
         subject = self._bus.subjects.file_entry(entry.file_id)
         expected = {api.Header.EXPECTED_LAST_SEQUENCE.value: str(self._last_sequence)}
@@ -218,7 +223,7 @@ class FileLog:
         self._sequence = message.seq or self._last_sequence
         try:
             entry = unpack(StoredFile, message.data or b"")
-        except WireError as error:  # of another version; the server drops it at its age
+        except WireError as error:  # an entry of another version; the server drops it at its age
             self._log.warning(
                 "entry", f"entry {message.subject} of {self._stream} is skipped: {error.message}"
             )
@@ -228,7 +233,7 @@ class FileLog:
 
 
 class FileBytes:
-    """The chunks of files. Use it on the event loop of its bus."""
+    """The chunks of files, used on the event loop of the bus."""
 
     def __init__(self, bus: Bus, limits: StoreLimits) -> None:
         self._bus, self._limits = bus, limits
@@ -237,11 +242,11 @@ class FileBytes:
         self._publisher = JetStreamContext(bus.client, timeout=_SECONDS)
 
     async def write(self, file_id: str, number: int, chunk: bytes) -> None:
-        """Store a chunk; a server that has lost the chunks of all files takes new ones.
+        """Store a chunk. A server that has lost the chunks of all files takes new ones.
 
         Raises:
             PeerLostError: the server did not confirm.
-            FileQuotaError: it has no room.
+            FileQuotaError: the server has no room.
         """
         subject = self._bus.subjects.file_bytes(file_id, number)
         try:
@@ -254,17 +259,17 @@ class FileBytes:
             raise lost("write to", error) from error
 
     async def read(self, file_id: str, number: int) -> bytes:
-        """A chunk.
+        """Read a chunk.
 
         Raises:
-            FileNotFoundInStoreError: it has been removed.
+            FileNotFoundInStoreError: the chunk has been removed.
             PeerLostError: the server did not answer.
         """
         subject = self._bus.subjects.file_bytes(file_id, number)
         for pause in BEHIND_SECONDS if self._bus.stream_replicas > 1 else ():
             try:
                 return await self._read(file_id, subject)
-            except FileNotFoundInStoreError:  # at a server that has not received it yet, perhaps
+            except FileNotFoundInStoreError:  # perhaps this server has not received it yet
                 await asyncio.sleep(pause)
         return await self._read(file_id, subject)
 
@@ -280,7 +285,7 @@ class FileBytes:
         return bytes(message.data or b"")
 
     async def remove(self, file_id: str) -> None:
-        """Remove all chunks of a file. There are none where the server has lost the stream.
+        """Remove all chunks of a file. There are none if the server has lost the stream.
 
         Raises:
             PeerLostError: the server did not confirm.
@@ -300,7 +305,7 @@ class FileBytes:
 
 
 def _contents(bus: Bus, limits: StoreLimits) -> api.StreamConfig:
-    """Of the stream of chunks."""
+    """The configuration of the stream of chunks."""
     subjects = bus.subjects
     return api.StreamConfig(
         name=subjects.file_bytes_stream,
@@ -323,11 +328,11 @@ async def _ensure(manager: JetStreamManager, config: api.StreamConfig) -> None:
         except js_errors.BadRequestError as error:
             if error.err_code != _NAME_IN_USE:
                 raise
-            held = (await manager.stream_info(config.name or "")).config
+            current = (await manager.stream_info(config.name or "")).config
             largest = replace(
                 config,
-                max_bytes=max(held.max_bytes or 0, config.max_bytes or 0),
-                max_age=max(held.max_age or 0.0, config.max_age or 0.0),
+                max_bytes=max(current.max_bytes or 0, config.max_bytes or 0),
+                max_age=max(current.max_age or 0.0, config.max_age or 0.0),
             )
             await _raise(manager, largest)
     except (nats_errors.Error, TimeoutError) as error:
@@ -335,7 +340,7 @@ async def _ensure(manager: JetStreamManager, config: api.StreamConfig) -> None:
 
 
 async def _raise(manager: JetStreamManager, config: api.StreamConfig) -> None:
-    """Files that are there can be read although the server has no room for more."""
+    """Raise the limits of a stream. If the server has no room for them, they stay, and existing files remain readable."""
     try:
         await manager.update_stream(config)
     except js_errors.APIError as error:

@@ -1,7 +1,7 @@
-"""How many tokens tenants have had on a day, over all gateways of a deployment: one message for each tenant and day on a JetStream stream.
+"""Totals of tenants' tokens per day, over all gateways of a deployment. Independent of tenants and of limits.
 
-The last message is the total. A writer names the message that it has read, so of two that add at once one is refused and reads again.
-Independent of tenants and of limits.
+A JetStream stream has one message for each tenant and day. The last message is the total. A writer names the message that it has
+read, so of two that add at once, one is refused and reads again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MAX_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class RecordedTokens:
-    """A total, and the number of its message; 0: there is none."""
+    """A total, and the sequence number of its message; 0: there is none."""
 
     total: int = 0
     sequence: int = 0
 
 
 class TokenRecords:
-    """The stream of one deployment, which all its pipeline revisions share."""
+    """The stream of one deployment, shared by all its pipeline revisions."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -42,7 +42,7 @@ class TokenRecords:
         self._publisher = JetStreamContext(bus.client, timeout=_SECONDS)
 
     async def ensure(self) -> None:
-        """Create the stream, or give it as many replicas as the bus names. Any number of gateways may call it at once.
+        """Create the stream, or set its replicas to the number of the bus. Any number of gateways may call it at once.
 
         Raises:
             PeerLostError: the server has no JetStream or does not answer.
@@ -67,17 +67,17 @@ class TokenRecords:
             raise self._lost("create", error) from error
 
     async def read(self, day: int, tenant: str) -> RecordedTokens:
-        """The total of a day.
+        """Read the total of a tenant's day.
 
         Raises:
-            PeerLostError: it cannot be read now.
+            PeerLostError: the total cannot be read now.
         """
         try:
             message = await self._manager.get_last_msg(
                 self._stream, self._bus.subjects.tenant_tokens(day, tenant)
             )
         except js_errors.NotFoundError as error:
-            if error.err_code == 10037:  # no message; any other: no stream
+            if error.err_code == 10037:  # no message; any other code: no stream
                 return RecordedTokens()
             raise self._lost("read", error) from error
         except (nats_errors.Error, TimeoutError) as error:
@@ -87,7 +87,7 @@ class TokenRecords:
         return RecordedTokens(total, message.seq or 0)
 
     async def write(self, day: int, tenant: str, total: int, read: RecordedTokens) -> bool:
-        """Replace what has been read; False: another gateway has done so meanwhile.
+        """Replace the total that was read. False: another gateway has done so meanwhile.
 
         Raises:
             PeerLostError: the server did not confirm. It may have the new total.

@@ -1,4 +1,4 @@
-"""What differs between architectures: the only folder that names one."""
+"""The differences between architectures. No other folder names an architecture."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ ADAPTERS: dict[str, type[Adapter]] = {
 
 
 def adapter_for(config: Any) -> Adapter:
-    """The adapter of a configuration; the generic one where an architecture needs none."""
+    """The adapter of a configuration; the generic one if its architecture needs no other."""
     return ADAPTERS.get(config.model_type, Adapter)(config)

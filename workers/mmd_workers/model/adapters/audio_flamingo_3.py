@@ -1,4 +1,4 @@
-"""Audio Flamingo 3: sound is cut into windows of 30 s, of which the last may be shorter."""
+"""Audio Flamingo 3: sound is cut into windows of 30 s, the last of which may be shorter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Windows(Along):
         super().__init__({"input_features": 0, "input_features_mask": 0}, divided=True)
 
     def part_tokens(self, inputs: Inputs, num_tokens: int) -> tuple[int, ...]:
-        """One for each four frames of a window."""
+        """A window has one row for each four frames."""
         frames = inputs["input_features_mask"].sum(-1)
         rows = tuple((((frames - 1) // 2 - 1) // 2 + 1).tolist())
         return rows if sum(rows) == num_tokens and all(rows) else (num_tokens,)
@@ -24,5 +24,5 @@ class AudioFlamingo3Adapter(Adapter):
     """Each window is read without the others."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Windows of any number of sounds."""
+        """Windows of any number of sounds share a run."""
         return _Windows() if modality == "audio" else super().tower_run(modality)

@@ -1,7 +1,7 @@
-"""What every architecture has in common, as far as Hugging Face exposes it. Independent of tokenizer state and the KV pool.
+"""The common part of all architectures, as far as Hugging Face exposes it. Independent of tokenizer state and the KV pool.
 
-An architecture that answers these questions in the usual way needs no file here. One that does not overrides the
-question it answers differently.
+An architecture that answers these questions in the usual way needs no file here. Any other overrides the questions that it
+answers differently.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ EMBEDDINGS = "embeddings"
 class Adapter:
     """One architecture's answers. Stateless apart from its configuration."""
 
-    bidirectional: Literal["nothing", "media", "prompt"] = (
-        "nothing"  # in which `atomic_ranges` lets tokens see later ones
-    )
+    # Where `atomic_ranges` lets tokens see later ones.
+    bidirectional: Literal["nothing", "media", "prompt"] = "nothing"
 
-    interleaves_sound = False  # of a video, by time, with the tokens of its frames
+    interleaves_sound = False  # True: a video's sound is interleaved, by time, with its frames' tokens
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -44,15 +43,15 @@ class Adapter:
         return processor
 
     def modalities(self, processor: Any) -> frozenset[Modality]:
-        """What media the model takes."""
+        """The modalities that the model takes."""
         return frozenset(m for m in processor_modalities(processor) if self.placeholder_id(m) is not None)
 
     def placeholder_id(self, modality: Modality) -> int | None:
         """Id of the token whose embedding a feature's row replaces. A video without its own id is a row of images."""
         for name in (f"{modality}_token_id", f"{modality}_token_index"):
-            found = getattr(self.config, name, None)
-            if found is not None:
-                return int(found)
+            token_id = getattr(self.config, name, None)
+            if token_id is not None:
+                return int(token_id)
         return self.placeholder_id("image") if modality == "video" else None
 
     def placeholder_ids(self, vocab_size: int) -> tuple[int, ...]:
@@ -67,7 +66,7 @@ class Adapter:
         tools: Sequence[dict[str, Any]] = (),
         **variables: Any,
     ) -> str:
-        """Chat messages and tools to text in which each medium is one marker. `variables`: others of the template."""
+        """Render chat messages and tools to text, with one marker per medium. `variables`: further variables of the template."""
         return str(
             processor.apply_chat_template(
                 list(messages),
@@ -81,7 +80,7 @@ class Adapter:
     def expand(
         self, processor: Any, text: str, replacements: Mapping[str, list[str]]
     ) -> tuple[str, list[Modality]]:
-        """Replace the markers by what stands for the media. Returns the text and the modality of each marker in order."""
+        """Replace the markers by the texts of their media. Returns the text and the modality of each marker in order."""
         texts, spans = processor.get_text_with_replacements(
             [text],
             replacements.get("image", []),
@@ -93,11 +92,11 @@ class Adapter:
     def image(
         self, inputs: MediaInputs, pixels: torch.Tensor, size: Mapping[str, int] | None = None
     ) -> Processed:
-        """Process one image. `size`: in place of the processor's own setting."""
+        """Process one image. `size` replaces the processor's own setting."""
         return inputs.image(pixels, size)
 
     def bounds_pixels(self, processor: Any) -> bool:
-        """Whether the size of an image or video processor is the least and the most pixels, as `shortest_edge` and `longest_edge`."""
+        """Whether `shortest_edge` and `longest_edge` of an image or video processor are the least and the most pixels."""
         options = getattr(processor, "valid_kwargs", None)
         return "min_pixels" in getattr(options, "__annotations__", {})
 
@@ -110,16 +109,16 @@ class Adapter:
         num_frames: int,
         size: Mapping[str, int] | None = None,
     ) -> Processed:
-        """Process the sampled frames of one video. `size`: in place of the processor's own setting."""
+        """Process the sampled frames of one video. `size` replaces the processor's own setting."""
         return inputs.video(frames, indices, fps, num_frames, size)
 
     def frames_share_pixels(self, video_processor: Any) -> bool:
-        """Whether a video processor bounds the pixels of all frames together, and not of each, by its `shortest_edge` and `longest_edge`."""
+        """Whether `shortest_edge` and `longest_edge` of a video processor bound the pixels of all frames together, not of each."""
         resize = getattr(sys.modules[type(video_processor).__module__], "smart_resize", None)
         return resize is not None and "num_frames" in inspect.signature(resize).parameters
 
     def video_with_sound(self, inputs: MediaInputs, video: Mapping[str, Any], audio_tokens: int) -> str:
-        """What stands for a video and its sound, where `interleaves_sound`; see `MediaInputs.video_with_sound`."""
+        """The text for a video and its sound, if `interleaves_sound`; see `MediaInputs.video_with_sound`."""
         return inputs.video_with_sound(video, audio_tokens)
 
     def audio(self, inputs: MediaInputs, waveform: Any) -> Processed:
@@ -127,7 +126,10 @@ class Adapter:
         return inputs.audio(waveform)
 
     def max_audio_samples(self, processor: Any) -> int:
-        """Samples after which the model's processor cuts a sound off; 0 where it never does, as a feature extractor without a window."""
+        """Samples after which the model's processor truncates a sound.
+
+        0: it never does, as with a feature extractor without a window.
+        """
         if (seconds := getattr(processor, "max_audio_len", None)) is not None:
             return int(seconds * processor.feature_extractor.sampling_rate)
         truncates = getattr(processor, "audio_kwargs", {}).get("truncation", True)
@@ -149,19 +151,19 @@ class Adapter:
     def unsplit_inputs(
         self, processor: Any, given: Mapping[str, Any], media: Sequence[MediumLayout]
     ) -> dict[str, Any]:
-        """Inputs of the whole model for a rendered prompt (`text`) with its media, as transformers' own processor makes them."""
+        """Inputs of the whole model for a rendered prompt (`text`) with its media, made by transformers' own processor."""
         del media
         return dict(processor(**given))
 
     # Encoder
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Which media of a modality may share a run, and how one is divided between runs."""
+        """The rules by which media of a modality share a run, and one medium is divided between runs."""
         del modality
         return TowerRun()
 
     def features(self, model: Any, modality: Modality, batch: Mapping[str, Any]) -> Any:
-        """Run tower and projector on what `tower_run` joined; returns what transformers' `get_*_features` returns."""
+        """Run tower and projector on inputs joined by `tower_run`; returns the result of transformers' `get_*_features`."""
         method = getattr(model.base_model, f"get_{modality}_features", None)
         inputs = dict(batch)
         if method is None and modality == "video":  # frames are images to this model
@@ -183,7 +185,7 @@ class Adapter:
     # Language model
 
     def provides_deepstack(self) -> bool:
-        """Whether features carry what the model adds to its first layers, if it adds anything."""
+        """Whether features carry the rows that the model adds to its first layers, if it adds any."""
         return hasattr(getattr(self.config, "vision_config", None), "deepstack_visual_indexes")
 
     def positions(
@@ -213,7 +215,7 @@ class Adapter:
         }
         names = inspect.signature(index).parameters
         positions, _ = index(**{k: v for k, v in offered.items() if k in names and v is not None})
-        # Whole numbers that were computed in float32, as 20.999998, are no less than these.
+        # Rounding restores whole numbers that were computed in float32, such as 20.999998.
         return positions[:, 0].round().to(torch.long)  # type: ignore[no-any-return]
 
     def atomic_ranges(self, prompt_tokens: int, media: Sequence[MediumLayout]) -> list[tuple[int, int]]:
@@ -222,17 +224,17 @@ class Adapter:
         return []
 
     def scale_features(self, features: torch.Tensor) -> torch.Tensor:
-        """What the model does to features between the projector and the language model."""
+        """Scale features as the model does between the projector and the language model."""
         return features
 
 
 def rope_index(model: Any) -> Any:
-    """The model's own `get_rope_index`, or None when its positions have one axis."""
+    """The model's own `get_rope_index`, or None if its positions have one axis."""
     return getattr(model.base_model, "get_rope_index", None) or getattr(model, "get_rope_index", None)
 
 
 def joined_geometry(media: Sequence[MediumLayout]) -> dict[str, torch.Tensor]:
-    """Geometry of several media, one row per medium in prompt order, as the tensors transformers expects."""
+    """Geometry of several media, one row per medium in prompt order, as tensors for transformers."""
     rows: dict[str, list[Any]] = {}
     for medium in media:
         for name, value in medium.geometry.items():

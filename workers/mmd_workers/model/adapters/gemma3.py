@@ -21,5 +21,5 @@ class Gemma3Adapter(Adapter):
         return [(start, start + length) for medium in media for start, length in medium.ranges]
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Any number of crops of an image."""
+        """Images with any number of crops share a run."""
         return Along({"pixel_values": 0}) if modality == "image" else super().tower_run(modality)

@@ -10,5 +10,5 @@ class Glm4vAdapter(PackedAdapter):
     """The configuration names a token for videos, which only the chat template uses."""
 
     def placeholder_id(self, modality: Modality) -> int | None:
-        """An image's, for both."""
+        """The placeholder of images, for images and videos."""
         return super().placeholder_id("image" if modality == "video" else modality)

@@ -13,36 +13,36 @@ from mmd_workers.model.runs import Along, Inputs, TowerRun
 
 
 class _Frames(Along):
-    """Frames of videos, each with how many there are, and whether the last is among them."""
+    """Frames of videos, with their number in each video, and whether the last one is among them."""
 
     def __init__(self) -> None:
         super().__init__({"pixel_values_videos": 1}, divided=True)
 
     def join(self, media: Sequence[Inputs]) -> dict[str, Any]:
-        """Beside the frames: their number by video, and which videos end."""
+        """Join the frames, with their number by video and which videos end."""
         joined = super().join([{"pixel_values_videos": m["pixel_values_videos"]} for m in media])
         joined["frames"] = torch.tensor([m["pixel_values_videos"].shape[1] for m in media])
         joined["ends"] = torch.tensor(["unfinished" not in m for m in media])
         return joined
 
     def part_tokens(self, inputs: Inputs, num_tokens: int) -> tuple[int, ...]:
-        """The last has a row more."""
+        """The last part has one more row."""
         *others, last = super().part_tokens(inputs, num_tokens - 1)
         return (*others, last + 1)
 
     def part(self, inputs: Inputs, first: int, last: int) -> dict[str, Any]:
-        """Views, marked where frames follow."""
-        made = super().part(inputs, first, last)
+        """Views of the frames, marked if more frames follow."""
+        inputs_of_part = super().part(inputs, first, last)
         if last < inputs["pixel_values_videos"].shape[1]:
-            made["unfinished"] = torch.ones(1, dtype=torch.bool)
-        return made
+            inputs_of_part["unfinished"] = torch.ones(1, dtype=torch.bool)
+        return inputs_of_part
 
 
 class LlavaOnevisionAdapter(LlavaNextAdapter):
-    """transformers appends the row to all frames that it is given, so here it is moved to where videos end."""
+    """Moves the closing row to the ends of videos; transformers appends it to all frames that it is given."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Frames of any number of videos."""
+        """Frames of any number of videos share a run."""
         return _Frames() if modality == "video" else super().tower_run(modality)
 
     def features(self, model: Any, modality: Modality, batch: Mapping[str, torch.Tensor]) -> Any:
@@ -52,8 +52,8 @@ class LlavaOnevisionAdapter(LlavaNextAdapter):
             return output
         (rows,) = output.pooler_output
         frames, newline = batch["frames"].tolist(), rows[-1:]
-        each = (rows.shape[0] - 1) // sum(frames)
-        videos = rows[:-1].split([count * each for count in frames])
+        rows_per_frame = (rows.shape[0] - 1) // sum(frames)
+        videos = rows[:-1].split([count * rows_per_frame for count in frames])
         return [
             torch.cat([video, newline]) if ends else video
             for video, ends in zip(videos, batch["ends"].tolist(), strict=True)

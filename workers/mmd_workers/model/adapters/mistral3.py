@@ -11,9 +11,10 @@ from mmd_workers.model.inputs import MediaInputs, Processed
 
 
 class Mistral3Adapter(Adapter):
-    """transformers squeezes the rows of a one-token image away and fails; such an image is refused before it travels. Images of different sizes share
-    no run, though Pixtral could pack them: its attention computes a mask over all patches of a run, so that eight images would take seven times as
-    long together.
+    """Refuses an image of one token before it travels: transformers squeezes its rows away and fails.
+
+    Images of different sizes share no run, though Pixtral could pack them: its attention computes a mask over all patches of a run, so
+    that eight images together would take seven times as long.
     """
 
     def image(
@@ -24,9 +25,9 @@ class Mistral3Adapter(Adapter):
         Raises:
             ValueError: the image becomes a single token.
         """
-        made = super().image(inputs, pixels, size)
-        if made.replacement.count(inputs.processor.image_token) < 2:
+        result = super().image(inputs, pixels, size)
+        if result.replacement.count(inputs.processor.image_token) < 2:
             raise ValueError(
                 "an image this small becomes a single token, which this model's projector does not accept"
             )
-        return made
+        return result

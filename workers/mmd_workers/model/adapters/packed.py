@@ -1,4 +1,4 @@
-"""Towers that read packed patches with a grid for each medium: Qwen's vision models, and what is built like them."""
+"""Towers that read packed patches with a grid for each medium: Qwen's vision models, and models built like them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ RUNS: dict[str, TowerRun] = {
 
 
 class PackedAdapter(Adapter):
-    """Attention is within a frame: pictures of any sizes share a run, and frames of a video need not."""
+    """Attention is within a frame: pictures of any size may share a run, and frames of a video need not share one."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """By the grids."""
+        """Media are joined and divided by their grids."""
         return RUNS.get(modality) or super().tower_run(modality)

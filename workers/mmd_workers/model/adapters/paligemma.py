@@ -1,4 +1,4 @@
-"""PaliGemma: a prefix language model; the whole prompt is read in both directions."""
+"""PaliGemma: a prefix language model, which reads the whole prompt in both directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PaliGemmaAdapter(Adapter):
     def expand(
         self, processor: Any, text: str, replacements: Mapping[str, list[str]]
     ) -> tuple[str, list[Modality]]:
-        """As the processor's own `prepare_inputs_layout` does."""
+        """Replace the markers as the processor's own `prepare_inputs_layout` does."""
         head, marker, tail = text.rpartition(processor.image_token)
         return super().expand(
             processor, f"{head}{marker}{processor.tokenizer.bos_token}{tail}\n", replacements

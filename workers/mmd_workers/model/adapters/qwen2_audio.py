@@ -1,4 +1,4 @@
-"""Qwen2-Audio: has no `get_audio_features`; tower and projector are called one after the other."""
+"""Qwen2-Audio: without `get_audio_features`, tower and projector are called one after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Qwen2AudioAdapter(Adapter):
     """The tower pads every sound to its full window; rows beyond the sound's own length are dropped."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Sounds of any lengths, each in its window."""
+        """Sounds of any length share a run, each in its window."""
         del modality
         return Along({})
 

@@ -14,7 +14,7 @@ class FramesAdapter(Adapter):
     """Images of one size, and frames that the tower reads one by one."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Videos of different lengths together, or a video in parts."""
+        """Videos of different lengths share a run, and a video may run in parts."""
         return FRAMES if modality == "video" else super().tower_run(modality)
 
 
@@ -22,15 +22,15 @@ class InternVlAdapter(FramesAdapter):
     """InternVL: an image is [tiles, channels, height, width]."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Any number of tiles."""
+        """Images with any number of tiles share a run."""
         return Along({"pixel_values": 0}) if modality == "image" else super().tower_run(modality)
 
 
 class LlavaNextAdapter(FramesAdapter):
-    """LLaVA-NeXT: an image is [1, tiles, channels, height, width], and its size says how many tiles it has."""
+    """LLaVA-NeXT: an image is [1, tiles, channels, height, width], and its size determines the number of tiles."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Any number of tiles."""
+        """Images with any number of tiles share a run."""
         return Tiles("pixel_values") if modality == "image" else super().tower_run(modality)
 
 
@@ -38,5 +38,5 @@ class IdeficsAdapter(Adapter):
     """Idefics 3 and SmolVLM: an image or a video is [1, tiles or frames, channels, height, width] with a mask of its pixels."""
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Any number of tiles or frames."""
+        """Media with any number of tiles or frames share a run."""
         return Along(MASKED, divided=modality == "video")

@@ -1,4 +1,4 @@
-"""VideoLLaMA 3: its processor drops the tokens of what does not move, so that their number depends on pixels."""
+"""VideoLLaMA 3: its processor drops tokens where nothing moves, so that their number depends on pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from mmd_workers.model.inputs import MediaInputs, Processed
 
 
 class VideoLlama3Adapter(PackedAdapter):
-    """Keeps every token of a video, as the processor does with `use_token_compression` off: their number is known without a pixel."""
+    """Keeps every token of a video, as the processor does with `use_token_compression` off.
+
+    So their number is known without pixels.
+    """
 
     def prepare_processor(self, processor: Any, folder: Path) -> Any:
         """Turn off the compression."""
@@ -30,11 +33,14 @@ class VideoLlama3Adapter(PackedAdapter):
         num_frames: int,
         size: Mapping[str, int] | None = None,
     ) -> Processed:
-        """Each frame's time and tokens. The processor counts them in a mask, which has no data where only shapes are processed."""
-        made = super().video(inputs, frames, indices, fps, num_frames, size)
-        outputs = {name: value for name, value in made.outputs.items() if name != "video_compression_mask"}
+        """Process a video to each frame's time and tokens.
+
+        The processor counts the tokens in a mask, which has no data if only shapes are processed.
+        """
+        result = super().video(inputs, frames, indices, fps, num_frames, size)
+        outputs = {name: value for name, value in result.outputs.items() if name != "video_compression_mask"}
         _, rows, columns = outputs["video_grid_thw"][0].tolist()
         tokens = rows * columns // int(outputs["video_merge_sizes"][0]) ** 2
         token = inputs.processor.video_token
-        times = made.replacement.replace(token, "").split(",")
+        times = result.replacement.replace(token, "").split(",")
         return Processed(",".join(time + token * tokens for time in times), outputs)

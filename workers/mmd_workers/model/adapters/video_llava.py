@@ -1,4 +1,4 @@
-"""Video-LLaVA: its image processor computes with numpy, which knows no shape without data."""
+"""Video-LLaVA: its image processor computes with numpy, which has no shapes without data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class VideoLlavaAdapter(FramesAdapter):
     def image(
         self, inputs: MediaInputs, pixels: torch.Tensor, size: Mapping[str, int] | None = None
     ) -> Processed:
-        """Process one image, or a small black one where only shapes are processed."""
+        """Process one image, or a small black one if only shapes are processed."""
         if pixels.is_meta:
             pixels = torch.zeros(3, 56, 56, dtype=torch.uint8)
         return super().image(inputs, pixels, size)

@@ -30,7 +30,7 @@ class VoxtralAdapter(Adapter):
         tools: Sequence[dict[str, Any]] = (),
         **variables: Any,
     ) -> str:
-        """By the tokenizer's template: the processor's own method insists on decoding sound itself."""
+        """Render with the tokenizer's template: the processor's own method insists on decoding sound itself."""
         return str(
             processor.tokenizer.apply_chat_template(
                 list(messages),
@@ -46,42 +46,42 @@ class VoxtralAdapter(Adapter):
     ) -> tuple[str, list[Modality]]:
         """Replace each audio marker."""
         sounds = iter(replacements.get("audio", []))
-        found: list[Modality] = []
+        order: list[Modality] = []
 
         def put(_: re.Match[str]) -> str:
-            found.append("audio")
+            order.append("audio")
             return next(sounds)
 
-        return re.sub(re.escape(processor.audio_token), put, text), found
+        return re.sub(re.escape(processor.audio_token), put, text), order
 
     def audio(self, inputs: MediaInputs, waveform: Any) -> Processed:
         """Mel features [windows, mels, frames] and the audio tokens they become."""
         processor = inputs.processor
         settings = {**type(processor).audio_kwargs}
         window_frames = settings.pop("max_source_positions")
-        made = processor.feature_extractor([waveform], **settings)
-        mel = torch.as_tensor(made["input_features"])
+        extracted = processor.feature_extractor([waveform], **settings)
+        mel = torch.as_tensor(extracted["input_features"])
         windows = mel.reshape(mel.shape[-2], -1, window_frames).transpose(0, 1)
         audio = self.config.audio_config
         rows = windows.shape[0] * audio.max_source_positions * audio.hidden_size // audio.intermediate_size
         return Processed(processor.audio_token * rows, {"input_features": windows})
 
     def tower_run(self, modality: Modality) -> TowerRun:
-        """Windows of any number of sounds."""
+        """Windows of any number of sounds share a run."""
         del modality
         return Along({"input_features": 0}, divided=True)
 
     def unsplit_inputs(
         self, processor: Any, given: Mapping[str, Any], media: Sequence[MediumLayout]
     ) -> dict[str, Any]:
-        """The processor's own mel windows; it makes no prompt with sound in it without mistral-common."""
+        """The processor's own mel windows, and a prompt made here: without mistral-common it makes no prompt with sound in it."""
         text, sounds = given["text"][0], given.get("audio", [])
         settings = {**type(processor).audio_kwargs}
         frames = settings.pop("max_source_positions")
-        made: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if sounds:
-            made["input_features"] = processor._retrieve_input_features(sounds, frames, **settings)
+            inputs["input_features"] = processor._retrieve_input_features(sounds, frames, **settings)
         for medium in media:
             text = text.replace(processor.audio_token, "\0" * medium.num_tokens, 1)
         ids = processor.tokenizer(text.replace("\0", processor.audio_token), return_tensors="pt")
-        return made | {name: ids[name] for name in ("input_ids", "attention_mask")}
+        return inputs | {name: ids[name] for name in ("input_ids", "attention_mask")}

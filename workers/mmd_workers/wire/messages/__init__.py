@@ -1,7 +1,8 @@
-"""What goes over the wire: frozen dataclasses, packed with msgpack, validated on arrival. A module for each receiver. Read them to know the system.
+"""The messages on the wire: frozen dataclasses, packed with msgpack and validated on arrival.
 
-Times are Unix seconds (float) unless a name states otherwise; sizes carry their unit in the name. Tensors never travel in
-these messages: they follow as raw bytes (`Frame`), described by `TensorHeader`.
+There is one module for each receiver; read them to know the system. Times are Unix seconds (float) unless a name states otherwise;
+sizes carry their unit in the name. Tensors never travel in these messages: they follow as raw bytes (`Frame`), described by
+`TensorHeader`.
 """
 
 from __future__ import annotations

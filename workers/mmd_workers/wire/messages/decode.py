@@ -1,4 +1,4 @@
-"""What pods that decode receive, with the replies they give: KV of sequences."""
+"""Messages that decode pods receive, with their replies: KV of sequences."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from mmd_workers.wire.messages.prefill import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class KvOffer:
-    """Prefill to decode, as a request: reserve room for this sequence. Sent before prefill starts (reserve, then produce).
+    """Request from prefill to decode: reserve room for this sequence. It is sent before prefill starts (reserve, then produce).
 
-    `link_endpoint` is where the prefill worker's half of the KV link listens. `layout` and `backend` must equal the decoder's own.
-    `failed_epoch` is the newest epoch of this pair's link that the prefill worker has seen fail (-1: none). `prompt_tokens` counts
-    what has to travel, outputs of earlier attempts included, `max_tokens` what may follow. Older requests (`arrived`, Unix
-    seconds) get room first. `prefix`: identities of the leading whole blocks. An offer of 0 prompt tokens is for the link alone,
-    before a request needs it: it is granted without a lease. `companion_tokens`: of a companion, whose KV does not travel, but takes room; 0:
-    it has none.
+    - `link_endpoint`: where the prefill worker's half of the KV link listens.
+    - `layout`, `backend`: must equal the decoder's own.
+    - `failed_epoch`: newest epoch of this pair's link that the prefill worker has seen fail (-1: none).
+    - `prompt_tokens`: tokens whose KV has to travel, outputs of earlier attempts included. 0: the offer is for the link alone, before a
+      request needs it, and is granted without a lease.
+    - `max_tokens`: tokens that may follow.
+    - `arrived`: Unix seconds; older requests get room first.
+    - `prefix`: identities of the leading whole blocks.
+    - `companion_tokens`: tokens of a companion, whose KV does not travel but takes room; 0: there is none.
     """
 
     request_id: str
@@ -38,10 +41,10 @@ class KvOffer:
 
 @dataclass(frozen=True, slots=True)
 class KvGrant:
-    """Reply to a KvOffer. `lease_id` names the granted blocks until commit or the end of the lease. The decoder has the KV of the first
-    `cached_tokens` already: what is sent begins there.
+    """Reply to a KvOffer. `lease_id` names the granted blocks until commit or the end of the lease.
 
-    Not granted: `code` and `reason` say why; `too_large` means never, at this pod.
+    The decoder already has the KV of the first `cached_tokens`: sending begins there. If not `granted`, `code` and `reason` state why;
+    `too_large` means never, at this pod.
     """
 
     request_id: str
@@ -56,10 +59,11 @@ class KvGrant:
 
 @dataclass(frozen=True, slots=True)
 class KvChunk:
-    """Prefill to decode, as a request before the bytes are sent, answered when they are being received: KV of tokens [start, start + num_tokens), all layers, follows
-    on the link of (`pod`, `epoch`) as tensors tagged `first_tag`, `first_tag` + 1, ... Announced in the order sent,
-    again if the acknowledgement does not come; what is announced is always sent, so the receiver takes it off the link even when it is no longer needed.
-    One of 0 tokens only renews the lease.
+    """Request from prefill to decode, sent before the bytes of a chunk and answered when they are being received.
+
+    KV of tokens [start, start + num_tokens), all layers, follows on the link of (`pod`, `epoch`) as tensors tagged `first_tag`,
+    `first_tag` + 1, ... Chunks are announced in the order sent, and again if the acknowledgement does not come. An announced chunk is
+    always sent, so the receiver takes it off the link even if it is no longer needed. A chunk of 0 tokens only renews the lease.
     """
 
     pod: str
@@ -73,10 +77,10 @@ class KvChunk:
 
 @dataclass(frozen=True, slots=True)
 class KvCommit:
-    """Prefill to decode, as a request after the last chunk: everything the decoder needs to go on. A repeated commit gets the
-    answer of the first.
+    """Request from prefill to decode after the last chunk: everything the decoder needs to continue.
 
-    `output_token_ids` ends with the token prefill sampled. `next_position` is the rotary position of the next token.
+    A repeated commit gets the answer of the first. `output_token_ids` ends with the token that prefill sampled. `next_position` is the
+    rotary position of the next token.
     """
 
     lease_id: str
@@ -88,7 +92,7 @@ class KvCommit:
 
 @dataclass(frozen=True, slots=True)
 class KvCommitted:
-    """Reply to a KvCommit: the decoder owns the sequence (`ok`) or it does not (the prefill worker reports the failure)."""
+    """Reply to a KvCommit: the decoder owns the sequence (`ok`), or it does not and the prefill worker reports the failure."""
 
     lease_id: str
     ok: bool
@@ -97,9 +101,9 @@ class KvCommitted:
 
 @dataclass(frozen=True, slots=True)
 class KvRelease:
-    """Prefill to decode, as a request: the blocks granted for this attempt are not needed (it ended, failed or goes elsewhere).
+    """Request from prefill to decode: free the blocks granted for this attempt (it ended, failed or goes elsewhere).
 
-    `lease_id` is empty when the answer to the offer never came: then whatever was granted for the attempt is meant.
+    `lease_id` is empty if the answer to the offer never came; then everything granted for the attempt is meant.
     """
 
     request_id: str

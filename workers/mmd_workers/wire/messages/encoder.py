@@ -1,4 +1,4 @@
-"""What encoders receive, with the replies they give: jobs, credits of receivers, features of an encoder that drains."""
+"""Messages that encoders receive, with their replies: jobs, credits of receivers, features of a draining encoder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mmd_workers.wire.messages.message_parts import FeatureRef
 class EncodeJob:
     """One medium to encode, published by the worker that needs the feature (it owns retries and the deadline).
 
-    `receiver`/`receiver_incarnation`: the pod whose `embedding` subject takes the OFFER. `gateway` holds the bytes.
-    `tried` counts the deliveries of earlier messages of this job: an encoder that gives it back unbegun publishes it again.
+    `receiver`, `receiver_incarnation`: the pod whose `embedding` subject takes the OFFER. `gateway` holds the bytes. `attempt`: the
+    attempt of the request. `tried` counts the deliveries of earlier messages of this job: an encoder that gives it back without
+    starting it publishes it again.
     """
 
     job_id: str
@@ -25,15 +26,16 @@ class EncodeJob:
     published: float
     request_id: str
     trace: dict[str, str] = field(default_factory=dict)
-    attempt: int = 0  # of the request
+    attempt: int = 0
     tried: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeTaken:
-    """Reply to an `EncodeJob` that was sent to an encoder that reports the feature, past the queue; it is sent again twice a second until the
-    feature arrives. Not `taken`: the encoder neither has the feature nor is making it; ask another one, or queue the job. `making`: it is not
-    complete yet; otherwise it is being sent, or waits for its turn.
+    """Reply to an `EncodeJob` sent, past the queue, to an encoder that reports to have the feature.
+
+    The job is sent again twice a second until the feature arrives. If not `taken`, the encoder neither has the feature nor is making it:
+    ask another encoder, or queue the job. `making`: the feature is not complete yet; otherwise it is being sent, or waits for its turn.
     """
 
     job_id: str
@@ -43,7 +45,7 @@ class EncodeTaken:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCredit:
-    """Receiver to sender while chunks flow: everything up to `received_bytes` has arrived; ACK when `complete`."""
+    """Receiver to sender while chunks flow: everything up to `received_bytes` has arrived. ACK if `complete`."""
 
     transfer_id: str
     received_bytes: int
@@ -53,7 +55,7 @@ class EmbeddingCredit:
 
 @dataclass(frozen=True, slots=True)
 class GivenFeature:
-    """A feature in the cache of an encoder that drains. `heat_seconds`: how often and recently it was used, see `features/cache.py`."""
+    """A feature in the cache of a draining encoder. `heat_seconds`: how often and how recently it was used, see `features/cache.py`."""
 
     feature_id: str
     modality: Modality
@@ -63,7 +65,7 @@ class GivenFeature:
 
 @dataclass(frozen=True, slots=True)
 class FeaturesGiven:
-    """An encoder that drains to each that remains, as a request: what it has, hottest first, and for how long it can send it."""
+    """Request from a draining encoder to each remaining one: its features, hottest first, and for how many `seconds` it can send them."""
 
     sender: str
     features: list[GivenFeature]
@@ -72,8 +74,10 @@ class FeaturesGiven:
 
 @dataclass(frozen=True, slots=True)
 class FeaturesWanted:
-    """Reply to `FeaturesGiven`, by feature id: what is `held` already, and what is `wanted`, because there is room or only colder features
-    would have to go. What the other encoder does not offer in its seconds is forgotten.
+    """Reply to `FeaturesGiven`: ids of features that are `held` already, and of those that are `wanted`.
+
+    A feature is wanted if there is room, or if only colder features would have to go. It is forgotten if the other encoder does not
+    offer it within its seconds.
     """
 
     held: list[str]

@@ -1,4 +1,4 @@
-"""What any pod may receive: states of other pods, and what their caches have."""
+"""Messages that any pod may receive: states of other pods, and the contents of their caches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from mmd_api.contract.pools import Role
 class Heartbeat:
     """State of a pod, twice a second. A pod without heartbeats for `heartbeat_timeout` is lost; a new incarnation is a new pod.
 
-    `sent` is Unix time by the pod's own clock: it orders the heartbeats of one incarnation, and means nothing compared with another clock.
-    `identity` names the code and the weights that it runs, `commit` the commit of the model's hub repository,
-    `adapter_commits` those of the adapters from the hub, by name.
-    `prefix_number`, `feature_number`: of its newest `CacheReport` of its prefix cache, and of its features; 0: none yet.
-    `node`: the same for all pods of one machine; empty: unknown. `takes_prompts`: a decode pod that also computes prompts which need no media.
-    `encodes_small_media`: a prefill pod that takes requests with `encode_here`.
-    `api_endpoint`: where a gateway serves clients (`ip:port`); empty: it does not now. `requests`: that run there, of `max_requests` that may.
+    - `sent`: Unix time by the pod's own clock. It orders the heartbeats of one incarnation, and means nothing compared with another clock.
+    - `identity`: the code and the weights that the pod runs.
+    - `commit`, `adapter_commits`: commits of the hub repositories of the model and, by name, of the adapters.
+    - `prefix_number`, `feature_number`: number of the newest `CacheReport` of the prefix cache, and of the features; 0: none yet.
+    - `node`: the same for all pods of one machine; empty: unknown.
+    - `takes_prompts`: a decode pod also computes prompts that need no media.
+    - `encodes_small_media`: a prefill pod takes requests with `encode_here`.
+    - `api_endpoint`: where a gateway serves clients (`ip:port`); empty: it serves none now.
+    - `requests`, `max_requests`: requests that run at a gateway, and the most that may.
     """
 
     pod: str
@@ -46,10 +48,11 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Identities that a pod's cache has gained and lost since its report before: of KV blocks of `block_tokens` tokens, or of features (1).
+    """Identities that a pod's cache has gained (`added`) and lost (`evicted`) since its previous report.
 
-    `number` counts from 1 in each incarnation, without gaps: who has missed one asks for all with `CacheWanted`. `begins`: what was reported
-    before is void once a report is `complete`; from there on, reports are changes again. None names more than 4096 identities.
+    They are of KV blocks of `block_tokens` tokens, or of features (1). `number` counts from 1 in each incarnation, without gaps: a pod
+    that has missed one asks for all with `CacheWanted`. `begins`: earlier reports are void once a report is `complete`; from there on,
+    reports are changes again. No report names more than 4096 identities.
     """
 
     pod: str
@@ -64,7 +67,7 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheWanted:
-    """Somebody to a pod, as a request: report all that it has cached again, because reports of this incarnation were missed."""
+    """Request to a pod: report the whole cache again, because `by` has missed reports of this incarnation."""
 
     by: str
     incarnation: str

@@ -1,4 +1,4 @@
-"""What gateways receive, with the replies they give: reads of media, tokens, reports, claims on answers with an idempotency key."""
+"""Messages that gateways receive, with their replies: reads of media, tokens, reports, claims on answers with an idempotency key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MediaRead:
 
 @dataclass(frozen=True, slots=True)
 class MediaSlice:
-    """Header of the reply to `MediaRead`; the bytes follow in the frame. `total_bytes` < 0: this gateway does not hold it."""
+    """Header of the reply to `MediaRead`; the bytes follow in the frame. `total_bytes` < 0: this gateway does not hold the medium."""
 
     digest: str
     offset: int
@@ -29,8 +29,9 @@ class MediaSlice:
 
 @dataclass(frozen=True, slots=True)
 class TokenItem:
-    """Token number `index` of a request's output (0 is the first, made by prefill). `prompt_logprobs`: of the prompt's tokens from the second one on,
-    with the first token of a request that wants them.
+    """Token number `index` of a request's output (0 is the first, made by prefill).
+
+    `prompt_logprobs`: log probabilities of the prompt's tokens from the second on, with the first token of a request that asks for them.
     """
 
     request_id: str
@@ -45,7 +46,7 @@ class TokenItem:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """All tokens one engine step made for one gateway."""
+    """All tokens that one engine step made for one gateway."""
 
     pod: str
     step: int
@@ -54,8 +55,10 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A worker gives a request up. `retryable`: the gateway may place it again, tokens so far included. `feature_id`: of the medium that all
-    encoders failed on, or did not finish within the timeout of its job; empty: the failure is about no medium.
+    """A worker gives up a request. `retryable`: the gateway may place it again, tokens so far included.
+
+    `feature_id`: feature of the medium on which all encoders failed, or which they did not finish within the timeout of its job; empty:
+    the failure is not about a medium.
     """
 
     request_id: str
@@ -71,8 +74,8 @@ class RequestFailed:
 class HeldSequence:
     """One line of a `SequenceReport`: an attempt that the pod answers for.
 
-    `tokens` is the index after the last token the pod has made. `open`: it still works on the attempt; otherwise the attempt
-    has ended there and the pod keeps what the gateway has not confirmed.
+    `tokens` is the index after the last token that the pod has made. `open`: it still works on the attempt; otherwise the attempt
+    has ended there, and the pod keeps everything that the gateway has not confirmed.
     """
 
     request_id: str
@@ -83,11 +86,11 @@ class HeldSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceReport:
-    """Worker to gateway, as a request, once a second: every attempt of this gateway that the pod answers for.
+    """Request from worker to gateway, once a second: every attempt of this gateway that the pod answers for.
 
     Cancellations, tokens and failures are sent once and may be lost. The report and its reply find the difference, so both sides
-    learn the end of every attempt: what the gateway does not want is freed, what it has not received is sent again, and an
-    attempt that no pod reports is placed again.
+    learn the end of every attempt: attempts that the gateway does not want are freed, tokens that it has not received are sent again,
+    and an attempt that no pod reports is placed again.
     """
 
     pod: str
@@ -113,9 +116,10 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class AnswerClaim:
-    """Gateway to the gateway that keeps the claims of this name: `gateway` is about to make the answer of that request, under the new `claim`.
-    Without one it only looks for the answer, or gives its own claim up, which is `lost`. `name`: the digest of tenant, path and key. `lost`: the
-    claim whose gateway does not have the answer after all.
+    """A gateway to the gateway that keeps the claims of this name: `gateway` is about to make the answer, under the new `claim`.
+
+    Without a claim, `gateway` only looks for the answer, or gives up its own claim, which is then `lost`. `name`: digest of tenant, path
+    and key of the request. `lost`: claim whose gateway does not have the answer after all.
     """
 
     name: str
@@ -127,7 +131,7 @@ class AnswerClaim:
 
 @dataclass(frozen=True, slots=True)
 class AnswerClaimed:
-    """Reply to `AnswerClaim`: the gateway whose answer it is now, and under which claim; empty: none has it."""
+    """Reply to `AnswerClaim`: the gateway that now has the answer (`holder`), and its claim; empty: none has it."""
 
     holder: str
     claim: str
@@ -135,9 +139,10 @@ class AnswerClaimed:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRead:
-    """Gateway to the holder of an answer: at most `most_bytes` of it from byte `skip` of block `at` on. The reply is a frame with an
-    `AnswerPiece`. `body`: the digest of the request's body. `reader` names the one who reads from one message to the next. `run`: of the
-    answer that it has begun to read; empty: none yet.
+    """A gateway to the holder of an answer: send at most `most_bytes` of it, from byte `skip` of block `at` on.
+
+    The reply is a frame with an `AnswerPiece`. `body`: digest of the request's body. `reader`: names the reader from one message to the
+    next. `run`: run of the answer that the reader has begun to read; empty: none yet.
     """
 
     name: str
@@ -151,8 +156,10 @@ class AnswerRead:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Header of the reply to `AnswerRead`; blocks of `lengths` bytes follow. `status` 0: the answer has not begun. `cut`: the last block goes
-    on. `end`: of the answer, behind these blocks; `unknown`: this gateway does not have it; `beyond`: it has not come to block `at`.
+    """Header of the reply to `AnswerRead`; blocks of `lengths` bytes follow.
+
+    `status` 0: the answer has not begun. `cut`: the last block continues. `end`: how the answer ends behind these blocks, if it does;
+    `unknown`: this gateway does not have the answer; `beyond`: the answer has not reached block `at`.
     """
 
     status: int

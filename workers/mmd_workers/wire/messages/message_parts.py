@@ -1,4 +1,4 @@
-"""Parts that several messages have, and the reply without content."""
+"""Parts that several messages share, and the reply without content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmd_api.contract.sampling import LogitRules
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Name, dtype (torch name without `torch.`) and shape of a tensor whose raw bytes follow, C order."""
+    """Name, dtype (torch name without `torch.`) and shape of a tensor. Its raw bytes follow, in C order."""
 
     name: str
     dtype: str
@@ -27,15 +27,15 @@ class Acknowledged:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRef:
-    """One medium of a request: its identity, where its rows go in the prompt, and what the model must know of its shape.
+    """One medium of a request: its identity, the place of its rows in the prompt, and the facts of its shape for the model.
 
-    `feature_id` is derived once, by the gateway, from (digest, pipeline revision, sampling settings).
-    `ranges` are [start, length] pairs of placeholder positions in the prompt's token ids; their lengths add up to
-    `num_tokens`. `geometry` holds the model's small shape facts (`image_grid_thw`, `video_second_per_grid`, ...), computed
-    from dimensions before decoding; the encoder must arrive at the same.
-    `work` is what the encoder will do, in the units of its calibrated throughput (patches for pixels, frames for sound).
-    `host_bytes`: host memory of what it is decoded to and of the tower's inputs made of that, without the file's `num_bytes`.
-    `size`: to which the model's processor resizes an image, in its own terms; empty: as it is set up.
+    - `feature_id`: derived once, by the gateway, from (digest, pipeline revision, sampling settings).
+    - `ranges`: [start, length] pairs of placeholder positions in the prompt's token ids; the lengths add up to `num_tokens`.
+    - `geometry`: the model's small shape facts (`image_grid_thw`, `video_second_per_grid`, ...), computed from dimensions before
+      decoding; the encoder must arrive at the same.
+    - `work`: the encoder's work, in the units of its calibrated throughput (patches for pixels, frames for sound).
+    - `host_bytes`: host memory of the decoded medium and of the tower's inputs made from it, without the file's `num_bytes`.
+    - `size`: size to which the model's processor resizes an image, in its own terms; empty: as it is set up.
     """
 
     feature_id: str
@@ -55,10 +55,10 @@ class FeatureRef:
 class Sampling:
     """How to choose tokens. Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 mean no limit.
 
-    A seeded draw depends on (seed, index of the output token) alone, so it survives migration. So do the `rules`, which depend on the tokens
-    so far. `stop_token_ids` end the answer, as end-of-sequence tokens do unless `ignore_eos`; neither is sampled before `min_tokens` others.
-    `grammar`: what the answer must match; each pod follows it from the output tokens. `prompt_logprobs`: the first token brings log probabilities of
-    the prompt's tokens, as many of each as `logprobs` has.
+    A seeded draw depends on (seed, index of the output token) alone, so it survives migration. So do the `rules`, which depend on the
+    tokens so far. `stop_token_ids` end the answer, as end-of-sequence tokens do unless `ignore_eos`; neither is sampled before
+    `min_tokens` others. `grammar`: the answer must match it; each pod follows it from the output tokens. `prompt_logprobs`: the first
+    token brings log probabilities of the prompt's tokens, as many of each as `logprobs` has.
     """
 
     max_tokens: int
@@ -78,7 +78,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token id with its natural-log probability."""
+    """A token id with the natural logarithm of its probability."""
 
     token_id: int
     logprob: float
@@ -86,7 +86,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprob:
-    """Of a token of a prompt, after those before it: the natural-log probability that the model gives it, and those of the likeliest ones."""
+    """Natural logarithms of probabilities at one token of a prompt, given the tokens before it.
+
+    `logprob`: of the token itself. `top_logprobs`: of the likeliest tokens.
+    """
 
     logprob: float
     top_logprobs: list[TokenLogprob]
@@ -94,9 +97,10 @@ class PromptLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One interval of a request's life on one pod, Unix seconds. Names: queue, encode, embedding_transfer, prefill,
-    kv_transfer, decode; `detail` carries sizes (tokens, bytes) and identities, and of a transfer `wire_seconds`: how long its bytes travelled,
-    by the receiver's clock alone.
+    """One interval of a request's life on one pod, in Unix seconds.
+
+    Names: queue, encode, embedding_transfer, prefill, kv_transfer, decode. `detail` carries sizes (tokens, bytes) and identities, and for
+    a transfer `wire_seconds`: how long its bytes travelled, by the receiver's clock alone.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What pods that compute prompts receive, with the replies they give: requests, and embeddings of their media."""
+"""Messages that pods computing prompts receive, with their replies: requests, and embeddings of their media."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling, Tensor
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOffer:
-    """Encoder to receiver, as a request: the tensors that are ready, and their blake2b-128 digest over all bytes in order."""
+    """Request from encoder to receiver: the ready tensors, and their blake2b-128 digest over all bytes in order."""
 
     transfer_id: str
     feature_id: str
@@ -26,8 +26,9 @@ class EmbeddingOffer:
 class EmbeddingGrant:
     """Receiver's reply to an OFFER.
 
-    `send`: publish chunks on `inbox`, never more than `window_bytes` unacknowledged. `have`: already here, the job is done.
-    `wait`: no budget now, offer again after `retry_seconds`. `refuse`: it is not needed (cancelled, unknown, other revision).
+    `send`: publish chunks on `inbox`, never more than `window_bytes` unacknowledged. `have`: the feature is already here, the job is
+    done. `wait`: no budget now, offer again after `retry_seconds`. `refuse`: the feature is not needed (cancelled, unknown, other
+    revision).
     """
 
     transfer_id: str
@@ -51,7 +52,7 @@ class EmbeddingChunk:
 
 @dataclass(frozen=True, slots=True)
 class EncodeCheck:
-    """Encoder to receiver, as a request, before a job that has waited and every second during one: is it still wanted?"""
+    """Request from encoder to receiver, before a job that has waited and every second during one: is it still wanted?"""
 
     feature_id: str
     job_id: str
@@ -67,8 +68,10 @@ class EncodeWanted:
 
 @dataclass(frozen=True, slots=True)
 class EncodeFailed:
-    """Encoder to receiver, as a request: this feature will not come. Until it is acknowledged the job stays in the queue.
-    `retryable` is False for bad media (poison)."""
+    """Request from encoder to receiver: this feature will not come. Until it is acknowledged, the job stays in the queue.
+
+    `retryable` is False for bad media (poison).
+    """
 
     feature_id: str
     job_id: str
@@ -81,15 +84,19 @@ class EncodeFailed:
 class GenerateRequest:
     """A request placed on a pod that computes its prompt.
 
-    `attempt` counts placements from 0: events of older attempts are ignored by the gateway. `output_token_ids` holds what the
-    client has already been sent (not empty after a migration): generation goes on at index `len(output_token_ids)`.
-    `decode_pods` are candidates in the router's order of preference; empty: the pod that gets the prompt decodes itself.
-    `adapter`: name of the LoRA adapter that computes it; empty: the model alone. `engine_failures`: attempts that ended because the
-    engine failed in a step that ran it (`SuspectError`); others do not count. `cached_tokens`: leading tokens of the prompt that the
-    router knows to be in the pod's prefix cache; they are no load of the pod until its engine's figures show the prompt, for a second at most.
-    `first_attempt`: of those with this prompt: after a medium could not be encoded the same request has another one.
-    `encode_here`: the pod's own tower encodes the media, although there are encoder pods. `cache_salt`: its prefix is shared with requests of
-    the same one. `guidance`: each pod that runs it computes the companion's prompt itself.
+    - `attempt`: counts placements from 0; the gateway ignores events of older attempts.
+    - `output_token_ids`: tokens already sent to the client (not empty after a migration); generation continues at index
+      `len(output_token_ids)`.
+    - `decode_pods`: candidates in the router's order of preference; empty: the pod that gets the prompt decodes itself.
+    - `adapter`: name of the LoRA adapter that computes the request; empty: the model alone.
+    - `engine_failures`: attempts that ended because the engine failed in a step that ran the request (`SuspectError`); others do not
+      count.
+    - `cached_tokens`: leading tokens of the prompt that the router knows to be in the pod's prefix cache. They are no load of the pod
+      until its engine's figures show the prompt, for a second at most.
+    - `first_attempt`: first attempt with this prompt: after a medium could not be encoded, the same request has another prompt.
+    - `encode_here`: the pod's own tower encodes the media, although there are encoder pods.
+    - `cache_salt`: the prefix is shared with requests of the same salt.
+    - `guidance`: each pod that runs the request computes the companion's prompt itself.
     """
 
     request_id: str
@@ -113,13 +120,13 @@ class GenerateRequest:
 
     @property
     def companion_tokens(self) -> int:
-        """Of its companion's prompt, with what has been generated; 0: it has none."""
+        """Tokens of the companion's prompt, with the generated ones; 0: there is no companion."""
         return 0 if self.guidance is None else len(self.guidance.token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Reply to `GenerateRequest`. Not accepted: the router tries another pod; `code` has the reason."""
+    """Reply to `GenerateRequest`. If not `accepted`, the router tries another pod; `code` has the reason."""
 
     request_id: str
     accepted: bool
@@ -129,7 +136,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client disconnected or the gateway placed the request elsewhere: attempts up to `attempt` are freed everywhere."""
+    """The client disconnected, or the gateway placed the request elsewhere: attempts up to `attempt` are freed everywhere."""
 
     request_id: str
     attempt: int
