@@ -18,7 +18,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_standard_output_is_a_file_of_keys_with_the_hash_of_the_key_on_standard_error() -> None:
+def test_stdout_is_a_keys_file_and_stderr_has_the_key() -> None:
     made = run("search")
     key = made.stderr.split()[-1]
     (tenant,) = parse_tenants(made.stdout)

@@ -65,7 +65,7 @@ def test_standard_input_is_a_file_too():
     assert (result.exit_code, result.stdout) == (0, "-: sample is valid\n")
 
 
-def test_a_relative_model_path_is_valid_with_a_note_that_it_is_local_only():
+def test_a_relative_model_path_is_valid_for_local_use_only():
     manifest = merge(base_manifest(), {"spec": {"model": {"id": "../models/a"}}})
     result = mmd("validate", "-f", "-", stdin=yaml.safe_dump(manifest))
     assert result.exit_code == 0
@@ -73,9 +73,7 @@ def test_a_relative_model_path_is_valid_with_a_note_that_it_is_local_only():
     assert mmd("render", "-f", "-", stdin=yaml.safe_dump(manifest)).exit_code == 1
 
 
-def test_relative_adapters_are_looked_for_beside_the_file_and_a_path_that_ids_cannot_have_is_named(
-    tmp_path, monkeypatch
-):
+def test_relative_adapters_are_found_beside_the_file_and_invalid_paths_named(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(validate_command, "engine_faults", lambda engine: asked.append(engine.adapters) or [])
     engine = {"type": "VLLM", "adapters": [{"name": "sql", "id": "./sql"}]}
@@ -91,7 +89,7 @@ def test_relative_adapters_are_looked_for_beside_the_file_and_a_path_that_ids_ca
     assert "has characters that an id cannot have" in result.output
 
 
-def test_render_takes_the_namespace_of_the_command_line_before_that_of_the_file():
+def test_render_prefers_the_namespace_of_the_command_line():
     manifest = yaml.safe_dump(merge(base_manifest(), {"metadata": {"namespace": "infile"}}))
     for arguments, expected in ((["-n", "given"], "given"), ([], "infile")):
         objects = list(yaml.safe_load_all(mmd("render", "-f", "-", *arguments, stdin=manifest).stdout))
@@ -129,7 +127,7 @@ def test_an_entry_point_may_name_a_program_of_several_commands(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["worker", "gateway", "operator"])
-def test_a_pod_imports_the_root_of_the_command_line_and_nothing_else_of_it(command):
+def test_a_pod_imports_only_the_root_of_the_command_line(command):
     code = (
         "import atexit, sys; from mmd_cli.program import main; sys.argv = ['mmd', *sys.argv[1:]];"
         "atexit.register(lambda: print(*sorted(m for m in sys.modules if m.startswith('mmd_cli')), file=sys.stderr)); main()"

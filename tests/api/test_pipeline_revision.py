@@ -39,7 +39,7 @@ def revision(**spec) -> str:
     ],
     ids=json.dumps,
 )
-def test_what_changes_the_meaning_of_an_embedding_or_a_block_changes_the_revision(change):
+def test_what_changes_embeddings_or_blocks_changes_the_revision(change):
     assert revision(**change) != revision()
 
 
@@ -110,7 +110,7 @@ def test_how_vllm_computes_the_same_leaves_the_revision_alone(settings):
     assert revision(engine=engine, prefill=None) == revision(engine={"type": "VLLM"}, prefill=None)
 
 
-def test_the_same_arguments_of_other_pools_and_in_another_order_are_other_revisions():
+def test_engine_arguments_per_pool_and_their_order_change_the_revision():
     def of(**pools: list[str]) -> str:
         settings = {name: {"extraArgs": arguments} for name, arguments in pools.items()}
         return revision(
@@ -126,7 +126,7 @@ def test_the_same_arguments_of_other_pools_and_in_another_order_are_other_revisi
 SQL, POEMS = {"name": "sql", "id": "org/sql"}, {"name": "poems", "id": "org/poems"}
 
 
-def test_adapters_and_where_they_come_from_change_the_revision_and_their_order_does_not():
+def test_adapters_change_the_revision_and_their_order_does_not():
     def of(*adapters) -> str:
         return revision(engine={"type": "VLLM", "adapters": list(adapters)})
 
@@ -136,7 +136,7 @@ def test_adapters_and_where_they_come_from_change_the_revision_and_their_order_d
     assert of(SQL, POEMS) == of(POEMS, SQL)
 
 
-def test_a_prefill_pool_that_moves_kv_as_always_joins_the_revision_of_decode():
+def test_adding_a_prefill_pool_with_default_kv_transfer_keeps_the_revision():
     spec = {"decode": {"gpus": 1}, "transfer": NCCL}
     assert revision(**spec, prefill={"gpus": 1}) == revision(**spec, prefill=None)
 
@@ -147,12 +147,12 @@ def test_a_prefill_pool_with_the_quantization_of_decode_joins_its_revision():
     assert revision(**spec, engine={"type": "VLLM", **both}, prefill={"gpus": 1}) == alone
 
 
-def test_revisions_of_deployments_without_settings_of_the_engine_are_those_of_earlier_releases():
+def test_revisions_without_engine_settings_equal_those_of_earlier_releases():
     spec = {"model": {"id": "org/model"}, "image": {"worker": "worker:1"}, "prefill": None, "transfer": NCCL}
     assert (revision(**spec), revision(**spec, engine={"type": "VLLM"})) == (NATIVE, VLLM)
 
 
-def test_pools_that_move_kv_over_different_backends_are_of_different_revisions_and_the_default_keeps_its_own():
+def test_each_kv_backend_has_a_revision_and_the_default_changes_none():
     gpus = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}
     spec = {"model": {"id": "org/model"}, "image": {"worker": "worker:1"}, **gpus}
     revisions = [revision(**spec, transfer={"kv": {"backend": name}}) for name in ("Nccl", "Gloo", "Nixl")]
@@ -168,7 +168,7 @@ def test_without_a_prefill_pool_backend_and_wire_format_change_no_revision(engin
     assert len({revision(**spec, transfer={"kv": {"backend": b}}) for b in ("Nccl", "Gloo", "Nixl")}) == 1
 
 
-def test_kv_in_8_bits_has_one_revision_whether_or_not_its_format_on_the_wire_is_named():
+def test_naming_the_wire_format_of_8_bit_kv_keeps_the_revision():
     packed = {"engine": {"kvDtype": "Int8"}}
     named = {name: revision(**packed, transfer={"kv": {"wireFormat": name}}) for name in ("Model", "Int8")}
     assert len({*named.values()}) == 1
@@ -196,7 +196,7 @@ def test_a_worker_configuration_survives_a_round_trip(tmp_path):
     assert config.spec.decode.max_sequences == spec.decode.max_sequences
 
 
-def test_pods_of_the_release_before_read_the_pin_of_a_revision_without_adapters():
+def test_the_previous_release_reads_a_pin_without_adapters():
     """They refuse fields that they do not know, and are not replaced when the operator is upgraded."""
     pin = PinnedRevision(revision="0123456789", identity="abcdefabcd", commit="a" * 40, image="r/w@sha256:1")
     text = PipelineConfig.text_for(

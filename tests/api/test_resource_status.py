@@ -43,7 +43,7 @@ def test_a_status_is_read_and_written_in_the_resources_spelling():
     assert status.condition("Degraded") is None
 
 
-def test_the_pools_are_summed_up_in_a_line_that_leaves_out_absent_ones():
+def test_the_pool_summary_leaves_out_absent_pools():
     assert MultimodalDeploymentStatus.model_validate(STATUS).pools.summary == "E 1/2 D 4/4"
 
 

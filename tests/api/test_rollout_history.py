@@ -53,7 +53,7 @@ def test_entries_are_those_of_the_deployment_the_oldest_first():
     ("present", "number", "found"),
     [(SPECS[2], None, 1), (SPECS[2], 2, 2), (SPECS[0], None, 3), (SPECS[2], 3, 3)],
 )
-def test_undo_takes_the_newest_other_spec_that_was_complete_or_the_one_that_is_named(present, number, found):
+def test_undo_takes_the_newest_other_complete_spec_or_the_named_one(present, number, found):
     assert chosen(ENTRIES, digest(present), number).number == found
 
 
@@ -71,7 +71,7 @@ def test_undo_names_what_there_is_where_it_cannot_return(entries, number, words)
     assert words in refused.value.message
 
 
-def test_undo_keeps_the_present_size_and_is_refused_while_the_rollout_is_paused():
+def test_undo_keeps_the_present_size_and_is_refused_while_paused():
     assert undone(BODY, ENTRIES[0]) == merge(SPEC, {"decode": {"replicas": 4}})
     with pytest.raises(CommandError, match="mmd rollout resume demo"):
         undone(merge(BODY, {"spec": {"rollout": {"paused": True}}}), ENTRIES[0])
@@ -133,6 +133,6 @@ def progressing(reason: str, generation: int = 4, observed: int = 4) -> dict[str
         (progressing("RolloutPaused"), "RolloutPaused: words", None),
     ],
 )
-def test_a_rollout_has_ended_when_the_operator_reports_it_of_the_present_generation(body, words, complete):
+def test_a_rollout_ends_when_reported_for_the_present_generation(body, words, complete):
     found = state_of(body)
     assert (found.words, found.complete) == (words, complete)

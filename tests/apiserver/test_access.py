@@ -88,7 +88,7 @@ def test_users_have_the_rights_of_their_role_on_deployments_and_no_others(
     editor.delete_namespaced_custom_object(*where, "theirs")
 
 
-def test_an_operator_that_is_installed_for_a_namespace_has_its_rights_there_and_none_elsewhere(
+def test_an_operator_installed_for_a_namespace_has_rights_only_there(
     api: client.ApiClient, namespace: Namespace
 ) -> None:
     rendered = objects(helm_folder(), "--set=crds.install=false", f"--set=namespaces={{{namespace.name}}}")

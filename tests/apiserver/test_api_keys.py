@@ -40,7 +40,7 @@ def gateway_pod(namespace: Namespace) -> client.V1PodSpec:
     return gateway.spec.template.spec
 
 
-def test_a_missing_secret_and_a_missing_entry_are_reported_until_they_are_there(
+def test_a_missing_secret_or_entry_is_reported_until_it_is_there(
     any_operator: AnyOperator, namespace: Namespace
 ):
     namespace.apply(WITH_KEYS)
@@ -105,7 +105,7 @@ def test_a_file_that_a_gateway_rejects_is_reported_in_its_words(namespace: Names
     assert_gateway_fault_shown(namespace, WITH_KEYS["gateway"], fault, "ApiKeysInvalid", words)
 
 
-def test_a_default_tenant_that_the_file_lacks_is_reported_until_it_is_there(namespace: Namespace):
+def test_a_missing_default_tenant_is_reported_until_it_is_there(namespace: Namespace):
     namespace.core.create_namespaced_secret(
         namespace.name, {"metadata": {"name": SECRET}, "stringData": {"keys.yaml": FILE}}
     )
@@ -139,7 +139,7 @@ def explained(namespace: Namespace, kubeconfig: Path) -> str:
     return line
 
 
-def test_a_condition_shows_where_no_key_is_needed_until_the_last_gateway_needs_one(
+def test_authentication_is_reported_off_until_the_last_gateway_requires_keys(
     operator: OperatorProcess, namespace: Namespace, kubeconfig: Path
 ):
     namespace.apply({**SPEC, "gateway": {"ingress": {"host": "models.example.com"}}})

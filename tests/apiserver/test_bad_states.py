@@ -73,7 +73,7 @@ STATES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def test_each_bad_pod_state_is_reported_with_its_remedy_until_it_is_fixed(namespace: Namespace):
+def test_each_bad_pod_state_is_reported_until_it_is_fixed(namespace: Namespace):
     namespace.apply({**SPEC, "encoder": {"gpus": 0, "schedulingDeadlineSeconds": 0}})
     namespace.settled(namespace.is_ready)
     labels = namespace.stateful_set("encoder").spec.template.metadata.labels

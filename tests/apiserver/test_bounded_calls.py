@@ -84,9 +84,7 @@ def make(namespace: Namespace, count: int) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("pages_of_three")
-def test_a_sweep_lists_page_by_page_and_no_older_than_what_is_indexed(
-    unruly: UnrulyServer, namespace: Namespace
-):
+def test_a_sweep_lists_in_pages_no_older_than_the_index(unruly: UnrulyServer, namespace: Namespace):
     made, found = make(namespace, 8), set()
     kinds = {CONFIG_MAPS: (SELECTOR, made.items)}
 
@@ -113,9 +111,7 @@ def test_a_sweep_lists_page_by_page_and_no_older_than_what_is_indexed(
 
 
 @pytest.mark.usefixtures("pages_of_three")
-def test_a_list_that_expires_half_way_makes_no_ghosts_and_the_next_starts_afresh(
-    unruly: UnrulyServer, namespace: Namespace
-):
+def test_a_list_that_expires_halfway_makes_no_ghosts(unruly: UnrulyServer, namespace: Namespace):
     made, found = make(namespace, 8), set()
     kinds = {CONFIG_MAPS: (SELECTOR, made.items)}
     expired = unruly.refuse("GET", r"/configmaps\?.*continue=", 410)
@@ -164,7 +160,7 @@ def test_a_list_without_an_end_is_given_up(
         asked(unruly, lambda cluster: cluster.uids(CONFIG_MAPS, namespace.name, SELECTOR, None))
 
 
-def test_an_object_that_others_annotate_is_made_again_at_once_when_it_is_deleted(
+def test_a_deleted_object_that_others_annotate_is_recreated_at_once(
     unruly: UnrulyServer, namespace: Namespace
 ):
     labels = {MANAGED_BY_LABEL: "multimodal-operator", DEPLOYMENT_LABEL: "demo"}
@@ -250,7 +246,7 @@ def steal(namespace: Namespace) -> None:
     namespace.core.patch_namespaced_service("demo-gateway", namespace.name, edit, field_manager="rival")
 
 
-def test_a_competing_writer_of_the_status_is_named_and_answered_ever_more_rarely(
+def test_a_competing_status_writer_is_named_and_answered_ever_more_rarely(
     unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess
 ):
     namespace.apply(SPEC)
@@ -285,7 +281,7 @@ def test_a_competing_writer_of_the_status_is_named_and_answered_ever_more_rarely
     eventually(restored, 120)
 
 
-def test_a_deployment_whose_finalizer_is_removed_again_and_again_is_served_without_it(
+def test_a_deployment_whose_finalizer_is_removed_repeatedly_is_still_served(
     unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess
 ):
     namespace.apply(SPEC)

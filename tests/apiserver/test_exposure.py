@@ -58,7 +58,7 @@ def ingress(namespace: Namespace) -> Any:
     return namespace.network.read_namespaced_ingress(GATEWAY, namespace.name)
 
 
-def test_the_route_is_the_deployments_and_the_status_has_what_its_gateway_reports(exposed: Namespace):
+def test_the_status_shows_what_the_gateway_reports_about_the_route(exposed: Namespace):
     made = route(exposed)
     assert made["metadata"]["ownerReferences"][0]["uid"] == exposed.get()["metadata"]["uid"]
     assert made["spec"]["parentRefs"][0].items() >= ROUTE["parentRefs"][0].items()
@@ -132,7 +132,7 @@ def test_both_go_with_the_deployment(exposed: Namespace):
     absent(lambda: ingress(exposed))
 
 
-def test_without_the_gateway_api_a_condition_has_the_command_and_rollouts_go_on(
+def test_a_missing_gateway_api_is_reported_and_rollouts_go_on(
     api: client.ApiClient, namespace: Namespace, operator: OperatorProcess
 ):
     namespace.apply(EXPOSED)
@@ -290,9 +290,7 @@ def leads_to_the_service(namespace: Namespace) -> None:
 
 
 @pytest.mark.usefixtures("gateway_api", "operator")
-def test_without_the_inference_extension_a_condition_has_the_command_and_the_route_leads_to_the_service(
-    namespace: Namespace,
-):
+def test_without_the_inference_extension_the_route_leads_to_the_service(namespace: Namespace):
     namespace.apply(POOL)
 
     def told() -> None:

@@ -81,9 +81,8 @@ def degraded(namespace: Namespace, reason: str, *words: str) -> None:
         assert word in message
 
 
-def test_a_replica_larger_than_a_pod_is_a_group_and_only_its_leader_is_probed_for_readiness(
-    serving: GroupController,
-):
+def test_only_the_leader_of_a_group_is_probed_for_readiness(serving: GroupController):
+    """A replica larger than a pod is a group."""
     made = serving.only()
     templates = made["spec"]["leaderWorkerTemplate"]
     assert (made["spec"]["replicas"], templates["size"]) == (2, 2)
@@ -116,7 +115,7 @@ def test_a_group_is_not_ready_before_its_followers(operating: GroupController):
     until(operating, operating.namespace.is_ready)
 
 
-def test_without_the_definition_a_condition_has_the_command_and_the_rest_goes_on(
+def test_a_missing_definition_is_reported_and_the_rest_goes_on(
     api: client.ApiClient, namespace: Namespace, operator: OperatorProcess
 ):
     namespace.apply(ONE_POD)
@@ -145,7 +144,8 @@ def test_without_the_definition_a_condition_has_the_command_and_the_rest_goes_on
         operator.kill()
 
 
-def test_what_a_leader_worker_set_makes_is_no_pool_and_holds_no_gpus_of_its_own(operating: GroupController):
+def test_stateful_sets_of_a_leader_worker_set_are_no_pools(operating: GroupController):
+    """They hold no GPUs of their own either."""
     namespace = operating.namespace
     namespace.apply({**GROUPS, "decode": {"gpus": 2, "replicas": 1}, "gpuBudget": 8})
     until(operating, namespace.is_ready)
@@ -161,7 +161,7 @@ def test_what_a_leader_worker_set_makes_is_no_pool_and_holds_no_gpus_of_its_own(
     until(operating, namespace.is_ready)
 
 
-def test_a_webhook_that_cannot_be_called_keeps_the_pool_back_and_nothing_else(
+def test_a_webhook_that_cannot_be_called_holds_back_only_its_pool(
     api: client.ApiClient, operating: GroupController
 ):
     """As while the controller of LeaderWorkerSet does not run."""
@@ -191,7 +191,7 @@ def test_a_webhook_that_cannot_be_called_keeps_the_pool_back_and_nothing_else(
     until(operating, namespace.is_ready)
 
 
-def test_scale_down_drains_the_leader_of_the_last_group_before_the_group_goes(serving: GroupController):
+def test_scale_down_drains_the_leader_before_its_group_goes(serving: GroupController):
     namespace, name = serving.namespace, serving.only()["metadata"]["name"]
     leaders = {}
     for pod in (f"{name}-0", f"{name}-1"):
@@ -224,9 +224,8 @@ def test_scale_down_drains_the_leader_of_the_last_group_before_the_group_goes(se
             leader.stop()
 
 
-def test_a_tag_becomes_the_pinned_digest_in_the_templates_of_a_group_so_that_one_that_starts_over_runs_the_same(
-    serving: GroupController,
-):
+def test_group_templates_get_the_pinned_digest_instead_of_a_tag(serving: GroupController):
+    """A group that starts over runs the same image."""
     before = serving.only()
     assert all("@" not in image for image in images(before))
     name, revision = before["metadata"]["name"], before["metadata"]["labels"][REVISION_LABEL]
@@ -286,7 +285,7 @@ def test_an_autoscaler_grows_groups_within_the_budget_and_asks_leaders_alone(ope
             one.stop()
 
 
-def test_the_reason_of_a_group_that_starts_over_and_over_outlives_its_pods(serving: GroupController):
+def test_the_reason_of_a_group_that_keeps_restarting_outlives_its_pods(serving: GroupController):
     namespace, name = serving.namespace, serving.only()["metadata"]["name"]
     for encoders, times in enumerate(("once", "2 times"), start=2):
         serving.crash(f"{name}-1-1", "cannot serve (engine_settings): no such weights")

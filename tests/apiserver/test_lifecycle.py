@@ -44,7 +44,7 @@ def test_nothing_is_written_for_a_change_that_changes_nothing(namespace: Namespa
     assert versions(namespace) == before
 
 
-def test_a_setting_that_may_change_at_runtime_is_written_to_the_configuration_alone(namespace: Namespace):
+def test_a_runtime_setting_is_written_to_the_configuration_alone(namespace: Namespace):
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     before = versions(namespace)
@@ -96,7 +96,7 @@ def test_a_paused_deployment_can_be_deleted(namespace: Namespace):
     namespace.settled(lambda: is_gone(namespace))
 
 
-def test_a_pool_that_leaves_the_spec_goes_when_the_rest_has_taken_over(namespace: Namespace):
+def test_a_removed_pool_goes_after_the_rest_has_taken_over(namespace: Namespace):
     namespace.apply(SPEC)
     namespace.settled(namespace.is_ready)
     before = set(namespace.objects())

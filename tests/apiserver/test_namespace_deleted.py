@@ -70,7 +70,7 @@ def test_deleting_a_namespace_ends_while_a_deployment_serves_in_it(
     eventually(gone, 60)
 
 
-def test_a_gateway_that_drains_for_minutes_does_not_hold_up_the_deletion_of_its_namespace(
+def test_a_draining_gateway_does_not_hold_up_namespace_deletion(
     control_plane: ControlPlane, namespace: Namespace, operator: OperatorProcess
 ) -> None:
     """Its requests cannot end well any more: the namespace controller has ended their workers and NATS at the same moment."""

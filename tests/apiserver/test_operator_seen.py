@@ -186,7 +186,7 @@ def test_the_documented_configuration_finds_every_pod_and_names_it(seen: Seen) -
     seen.until(found)
 
 
-def test_series_of_a_deployment_end_with_it_and_a_hanging_operator_raises_an_alert(seen: Seen) -> None:
+def test_series_end_with_their_deployment_and_a_hanging_operator_raises_an_alert(seen: Seen) -> None:
     """Last: it takes the deployment and the operator away."""
     namespace = seen.fleet.namespace
     namespace.delete()

@@ -116,7 +116,7 @@ def test_the_gateway_keeps_its_size_while_a_rollout_holds_it(serving: Namespace)
     serving.reported("Scaled", "Deployment demo-gateway from 5 to 2 pods")
 
 
-def test_every_component_has_a_budget_that_lets_a_drain_take_its_only_pod(serving: Namespace):
+def test_every_disruption_budget_lets_a_drain_take_the_only_pod(serving: Namespace):
     budgets = {
         b.metadata.name: b.spec
         for b in serving.policy.list_namespaced_pod_disruption_budget(serving.name).items

@@ -95,9 +95,7 @@ def test_another_generation_replaces_no_pod_but_that_of_nats(serving: Namespace)
     assert templates() == before
 
 
-def test_a_role_that_the_secret_lacks_is_added_and_no_other_password_changes(
-    operator: OperatorProcess, serving: Namespace
-):
+def test_a_missing_role_is_added_and_other_passwords_stay(operator: OperatorProcess, serving: Namespace):
     namespace = serving
     assert operator.stop() == 0
     before = passwords(namespace)
@@ -137,7 +135,7 @@ def test_an_existing_secret_of_the_user_is_left_unchanged(namespace: Namespace):
 
 
 @pytest.mark.parametrize("pauses", [replace(QUICK_PAUSES, resync_seconds=3600.0)], ids=["no-resync"])
-def test_a_secret_of_the_users_own_that_lacks_keys_keeps_the_configuration_that_works(
+def test_a_user_secret_that_lacks_keys_keeps_the_working_configuration(
     operator: OperatorProcess, serving: Namespace
 ):
     """As after an upgrade from a release whose users had one name each."""

@@ -49,7 +49,7 @@ def templates(fleet: Fleet) -> dict[str, Any]:
     return {item.metadata.name: item.spec.template.to_dict() for item in listed}
 
 
-def test_a_revision_is_pinned_from_its_first_ready_pod_and_later_pods_get_the_pin(fleet: Fleet) -> None:
+def test_a_revision_is_pinned_from_its_first_ready_pod(fleet: Fleet) -> None:
     before = templates(fleet)
     fleet.until(lambda: pinned(fleet))
     revision = fleet.namespace.get()["status"]["pipelineRevision"]
@@ -86,7 +86,7 @@ def pulling(namespace: Namespace, any_operator: AnyOperator) -> Iterator[Fleet]:
     made.stop()
 
 
-def test_after_the_tag_moved_pods_of_a_revision_are_made_from_the_image_it_began_with(pulling: Fleet) -> None:
+def test_a_revision_keeps_its_first_image_after_the_tag_moves(pulling: Fleet) -> None:
     before = everyone(pulling)
     pulling.until(lambda: images_are(pulling, BEGAN))
     pulling.until(pulling.namespace.is_ready)
@@ -181,7 +181,7 @@ def not_moved(fleet: Fleet) -> None:
     assert fleet.namespace.condition("Degraded")[0] == "False"
 
 
-def test_the_only_pod_of_a_pool_is_replaced_after_its_successor_is_ready(fleet: Fleet) -> None:
+def test_the_only_pod_is_replaced_after_its_successor_is_ready(fleet: Fleet) -> None:
     name = f"{fleet.namespace.stateful_set('encoder').metadata.name}-0"
     fleet.until(lambda: ready_encoders(fleet))
     fewest = 1

@@ -64,9 +64,7 @@ def assert_sizes(namespace: Namespace, pool: str, *expected: int) -> None:
     assert size_of(namespace, pool) == expected
 
 
-def test_kubectl_scales_an_external_pool_which_drains_before_it_shrinks_and_no_other_pool(
-    kubeconfig: Path, fleet: Fleet
-):
+def test_kubectl_scales_an_external_pool_and_no_other(kubeconfig: Path, fleet: Fleet):
     namespace = fleet.namespace
     namespace.apply(scaled(mode="External"))
     fleet.until(namespace.is_ready)

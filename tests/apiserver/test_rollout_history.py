@@ -112,7 +112,7 @@ def test_specs_are_recorded_undone_and_paused_by_the_command_line(
     eventually(lambda: has_recorded(namespace, DIGESTS[1], first=4))
 
 
-def test_a_revision_that_is_not_ready_in_time_is_removed_until_the_spec_changes(
+def test_a_revision_that_misses_its_deadline_is_removed_until_the_spec_changes(
     kubeconfig: Path, operator: OperatorProcess, namespace: Namespace, tmp_path: Path, pauses: Pauses, mmd
 ):
     namespace.apply({**FIRST, "rollout": {"progressDeadlineSeconds": 1, "onFailure": "RollBack"}})

@@ -39,7 +39,7 @@ def only(namespace: Namespace, revision: str) -> None:
     assert namespace.gateway_revision() == revision
 
 
-def test_a_new_revision_serves_once_complete_and_the_old_one_is_removed_once_unused(serving: Namespace):
+def test_a_complete_revision_serves_and_the_old_one_goes_once_unused(serving: Namespace):
     serving.change(ANOTHER_MODEL)
     eventually(lambda: both_stand(serving))
     eventually(lambda: is_progressing(serving, "BringingUp"))
@@ -118,7 +118,7 @@ def crash(namespace: Namespace) -> None:
     )
 
 
-def test_a_pool_that_scales_begins_a_new_revision_at_the_size_it_has(namespace: Namespace):
+def test_an_autoscaled_pool_begins_a_new_revision_at_its_size(namespace: Namespace):
     pool = {"gpus": 0, "autoscaling": {"minReplicas": 1, "maxReplicas": 8}}
     namespace.apply({**SPEC, "decode": pool})
     namespace.settled(namespace.is_ready)

@@ -50,9 +50,7 @@ def mmd(kubeconfig: Path, *arguments: str) -> str:
     return result.stdout
 
 
-def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_empty(
-    kubeconfig: Path, fleet: Fleet
-):
+def test_a_pool_grows_with_backlog_and_shrinks_by_empty_pods(kubeconfig: Path, fleet: Fleet):
     up(fleet)
     fleet.until(lambda: assert_condition(fleet, "MetricsFresh", "True", "AllReporting"))
     fleet.pods_of("encoder")[0].load = BUSY
@@ -98,7 +96,7 @@ def test_a_pool_grows_with_its_backlog_and_shrinks_only_when_its_last_pods_are_e
     event(fleet, "Scaled", "LoadFell")
 
 
-def test_a_pool_keeps_the_pod_that_joined_for_a_replacement_if_its_load_needs_it(fleet: Fleet):
+def test_a_pool_keeps_its_surge_if_its_load_needs_it(fleet: Fleet):
     up(fleet, maxReplicas=2)
     fleet.pods_of("encoder")[0].load = IDLE
     fleet.namespace.change({"encoder": {"batching": {"maxItems": 3}}})
@@ -126,7 +124,7 @@ def bounded_by(fleet: Fleet, pool: str) -> None:
     assert fleet.namespace.get()["status"]["bottleneck"] == pool
 
 
-def test_a_pool_goes_to_zero_and_wakes_for_work_that_is_only_in_the_queue(fleet: Fleet):
+def test_a_pool_scales_to_zero_and_wakes_for_queued_work(fleet: Fleet):
     up(fleet, minReplicas=0)
     fleet.pods_of("encoder")[0].load = IDLE
     fleet.until(lambda: fleet.assert_size("encoder", 0))
@@ -138,7 +136,7 @@ def test_a_pool_goes_to_zero_and_wakes_for_work_that_is_only_in_the_queue(fleet:
     event(fleet, "Scaled", "(Woken)")
 
 
-def test_without_each_pods_own_word_nothing_is_lowered_and_those_that_fail_are_named(fleet: Fleet):
+def test_missing_pod_reports_prevent_scale_down_and_name_the_pods(fleet: Fleet):
     up(fleet)
     fleet.pods_of("encoder")[0].load = BUSY
     fleet.until(lambda: fleet.assert_size("encoder", 3))
@@ -176,7 +174,7 @@ def asked_for(fleet: Fleet, pool: str, replicas: int) -> None:
     assert fleet.namespace.stateful_set(pool).spec.replicas == replicas
 
 
-def test_pods_that_fit_nowhere_do_not_stop_growth_and_are_a_problem_after_the_deadline(fleet: Fleet):
+def test_unschedulable_pods_do_not_stop_growth_and_become_a_problem(fleet: Fleet):
     up(fleet, maxReplicas=8)
     name = fleet.pods_of("encoder")[0].name.rpartition("-")[0]
     fleet.unschedulable = {f"{name}-{n}" for n in range(1, 8)}

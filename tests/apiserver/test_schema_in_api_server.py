@@ -32,7 +32,7 @@ def create(api: client.ApiClient, manifest: dict) -> dict:
     )
 
 
-def test_the_base_of_the_table_is_accepted_and_filled_in_as_the_reader_does(api):
+def test_the_api_server_fills_in_defaults_as_the_reader_does(api):
     stored = create(api, base_manifest())
     assert MultimodalDeployment.parse(stored).spec == MultimodalDeployment.parse(base_manifest()).spec
 

@@ -26,7 +26,7 @@ def pauses() -> Pauses:
     return PRODUCTION
 
 
-def test_calls_that_are_refused_for_now_are_made_again_later_and_not_at_once(
+def test_refused_calls_are_retried_later_and_not_at_once(
     unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess
 ):
     patience = {"Retry-After": "2"}
@@ -83,7 +83,7 @@ def test_what_happens_while_watches_are_away_is_seen_afterwards(
     namespace.settled(namespace.is_ready)
 
 
-def test_a_conflict_while_it_lets_go_of_a_deployment_does_not_keep_it(
+def test_a_conflict_does_not_prevent_the_deletion_of_a_deployment(
     unruly: UnrulyServer, namespace: Namespace, operator: OperatorProcess
 ):
     namespace.apply(SPEC)
@@ -100,7 +100,7 @@ def gone(namespace: Namespace) -> None:
     assert not namespace.exists()
 
 
-def test_an_api_server_that_restarts_in_the_middle_of_a_rollout_is_waited_for(
+def test_a_rollout_waits_for_an_api_server_that_restarts(
     control_plane: ControlPlane, namespace: Namespace, tmp_path: Path
 ):
     """Longer than its lease lasts, so that the operator may end; then its kubelet starts it again."""

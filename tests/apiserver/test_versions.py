@@ -66,7 +66,7 @@ def encoder_as_stored(namespace: Namespace) -> dict[str, Any]:
     return stored
 
 
-def test_a_field_that_only_a_newer_crd_has_is_named_and_the_rest_works(
+def test_a_field_known_only_to_a_newer_crd_is_reported(
     namespace: Namespace,
     encoder_schema: Callable[[Schema], None],
     request: pytest.FixtureRequest,
@@ -97,7 +97,7 @@ def says_no_problem(namespace: Namespace) -> None:
     assert namespace.condition("Degraded")[:2] == ("False", "NoProblem")
 
 
-def test_an_object_from_before_a_field_was_there_works_with_the_fields_default(
+def test_an_object_stored_before_a_field_existed_gets_its_default(
     namespace: Namespace,
     encoder_schema: Callable[[Schema], None],
     request: pytest.FixtureRequest,
@@ -125,7 +125,7 @@ def has_the_default(namespace: Namespace) -> None:
     assert encoder_as_stored(namespace)[FIELD] == true_properties()[FIELD]["default"]
 
 
-def test_an_object_stored_with_a_field_that_the_crd_has_dropped_is_served_without_it(
+def test_an_object_with_a_field_dropped_from_the_crd_is_served(
     namespace: Namespace,
     encoder_schema: Callable[[Schema], None],
     request: pytest.FixtureRequest,
@@ -149,7 +149,7 @@ def test_an_object_stored_with_a_field_that_the_crd_has_dropped_is_served_withou
     namespace.settled(lambda: says_no_problem(namespace))
 
 
-def test_a_status_is_written_without_the_fields_and_conditions_that_an_older_crd_lacks(
+def test_a_status_omits_what_an_older_crd_lacks(
     namespace: Namespace, definition: Callable[[Schema], None], request: pytest.FixtureRequest
 ):
     older = custom_resource_definition()

@@ -240,7 +240,7 @@ def test_a_shadow_pool_takes_no_gpu_from_the_others():
     ("need", "replicas", "gain"),
     [(6.0, 1, 3.0), (6.0, 2, 1.0), (6.0, 5, 0.2), (6.0, 6, 0.0), (0.5, 1, 0.0), (0.0, 0, 0.0)],
 )
-def test_a_replica_gains_by_how_much_it_lowers_the_load_beyond_the_target(need, replicas, gain):
+def test_the_gain_of_a_replica_is_the_excess_load_it_removes(need, replicas, gain):
     samples = {**QUIET, "encoder": of([encode_load(need * 1000.0)])}
     decision = decided(DeploymentPolicy(FAST), **samples).decisions["encoder"]
     assert _gain(decision, replicas) == pytest.approx(gain)

@@ -62,7 +62,7 @@ def outcome(decision: Decision) -> tuple[int, str, str | None]:
         (20, 21, (20, "Steady", "MaxReplicas")),
     ],
 )
-def test_a_pool_grows_up_to_a_limit_and_names_the_one_that_cut_it(size, wanted, expected):
+def test_a_pool_grows_to_a_limit_and_names_it(size, wanted, expected):
     assert outcome(Pool(CALM, wanting(wanted), replicas=size).tick()) == expected
 
 
@@ -72,7 +72,7 @@ def test_a_small_share_still_lets_a_pool_grow_by_one():
     assert outcome(Pool(slow, wanting(40), replicas=10).tick()) == (11, "LoadRose", "RateLimit")
 
 
-def test_needs_are_rounded_up_but_not_for_an_error_of_the_last_digit():
+def test_needs_are_rounded_up_except_for_floating_point_errors():
     assert [Pool(CALM, wanting(n), replicas=2).tick().wanted for n in (2.0000001, 2.001, 2.999)] == [2, 3, 3]
 
 
@@ -89,7 +89,7 @@ def test_a_pool_below_its_minimum_or_above_its_maximum_is_brought_back():
     assert outcome(Pool(fixed, wanting(9), replicas=3).tick()) == (2, "OutOfBounds", None)
 
 
-def test_a_schedule_that_has_opened_is_named_and_an_ordinary_minimum_is_not():
+def test_an_opened_schedule_is_named_and_an_ordinary_minimum_is_not():
     window = Window("* * * * *", 60.0, 3)
     opened = replace(CALM, schedules=(window,))
     assert outcome(Pool(opened, wanting(1), replicas=2).tick()) == (3, "ScheduleOpened", None)
@@ -169,7 +169,7 @@ def test_a_window_is_over_at_its_last_second():
     assert limits[20] is None
 
 
-def test_a_pool_falls_as_far_as_the_largest_size_wanted_in_the_window():
+def test_a_pool_shrinks_to_the_largest_size_wanted_in_the_window():
     policy = replace(AT_ONCE, scale_down_stabilization_seconds=20.0)
     load = lambda now, ready: wanting(3 if now - START == 10 else 2)(now, ready)  # noqa: E731
     decisions = Pool(policy, load, replicas=4).run(32)
@@ -245,9 +245,7 @@ def with_stuck(stuck: int, ready: int, wanted: float) -> Decision:
         (2, 0, 0, 0, False),
     ],
 )
-def test_two_pods_at_most_are_started_in_place_of_those_that_do_not_start(
-    stuck, ready, wanted, asked, limited
-):
+def test_at_most_two_pods_replace_those_that_do_not_start(stuck, ready, wanted, asked, limited):
     decision = with_stuck(stuck, ready, wanted)
     assert (decision.stuck, decision.wanted) == (stuck, asked)
     assert (decision.limited_by == "PodsNotStarting") is limited
@@ -266,7 +264,7 @@ def test_two_pods_at_most_are_started_in_place_of_those_that_do_not_start(
         (PodLoad(), 0),
     ],
 )
-def test_a_decode_pool_asks_for_the_places_and_blocks_that_are_in_use(load, wanted):
+def test_a_decode_pool_asks_for_the_places_and_blocks_in_use(load, wanted):
     assert Pool(DECODE, lambda *_: load).tick().wanted == wanted
 
 
@@ -317,7 +315,7 @@ def test_a_ttft_that_pods_of_before_have_made_asks_for_no_step():
         (8, 9.0, 10.0, 3),
     ],
 )
-def test_a_missed_itl_asks_for_a_step_where_the_batch_is_the_cause(running, itl, since, wanted):
+def test_a_missed_itl_asks_for_a_step_if_batches_cause_it(running, itl, since, wanted):
     before = History(last_tick=START - 1, ready=2, ready_since=START - since, observed_since=START - 60)
     policy = replace(DECODE, itl_slo_seconds=0.05, panic_window_seconds=0.0)
     load = lambda now, ready: decode_load(running=running / ready, itl=itl)  # noqa: E731
@@ -325,7 +323,7 @@ def test_a_missed_itl_asks_for_a_step_where_the_batch_is_the_cause(running, itl,
 
 
 @pytest.mark.parametrize(("age", "missing"), [(2.5, False), (2.6, True), (-2.5, False), (-2.6, True)])
-def test_a_report_is_fresh_until_its_last_tenth_and_not_from_a_future_beyond_it(age, missing):
+def test_a_report_is_fresh_up_to_its_age_limit_in_either_direction(age, missing):
     pool = Pool(CALM, wanting(1))
     fresh = pool.samples()
     late = replace(fresh.pods[0], received_at=START - age)
@@ -344,7 +342,7 @@ def test_only_a_ready_pod_is_missed_when_it_is_silent(state, missing):
     assert bool(pool.tick().missing) is missing
 
 
-def test_the_throughput_of_a_replica_is_the_mean_of_those_that_have_measured_it():
+def test_throughput_is_the_mean_of_the_replicas_that_measured_it():
     rates = iter([1000.0, 500.0, 0.0])
     pool = Pool(CALM, lambda *_: encode_load(1000.0), replicas=3)
     fresh = pool.samples()
@@ -405,7 +403,7 @@ def test_the_time_since_which_pods_are_ready_changes_with_their_number():
         ((4, 2), 5, (5, True)),
     ],
 )
-def test_a_size_between_the_old_and_the_new_is_our_own_change_in_progress(written, found, expected):
+def test_a_size_between_old_and_new_is_our_change_in_progress(written, found, expected):
     assert History(written=written).size_now(found) == expected
 
 
@@ -415,7 +413,7 @@ def test_an_action_notes_its_direction():
     assert times == [(1.0, 9.0), (1.0, 2.0), (9.0, 2.0)]
 
 
-def test_work_of_unknown_throughput_needs_one_pod_and_known_work_what_it_takes():
+def test_work_of_unknown_throughput_needs_one_pod():
     known = PodLoad(encode_queued_work={"video": 100.0}, encode_work_per_second={"video": 1000.0})
     assert Pool(CALM, lambda now, ready: known).tick().signal.need == pytest.approx(0.1)
     unknown = replace(known, encode_queued_work={"video": 100.0, "image": 1.0})
@@ -460,7 +458,7 @@ def test_a_decision_names_the_signal_that_asks_for_most():
     assert decision.signal.metric == "KvUtilization"
 
 
-def test_pods_that_fit_nowhere_are_reported_of_a_pool_of_fixed_size_too():
+def test_unschedulable_pods_of_a_fixed_pool_are_reported_too():
     waits = PodSample("waits", "unschedulable", START - 9000, waiting_since=START - 9000)
     pods = (*ready_pods(START, [encode_load(2000.0)] * 3), waits)
     fixed = replace(CALM, min_replicas=4, max_replicas=4)

@@ -32,7 +32,7 @@ def answer(**changes: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-def test_a_true_report_is_read_and_what_is_new_in_it_is_left_out():
+def test_unknown_fields_of_a_valid_report_are_ignored():
     report = worker_report(
         answer(of_a_newer_version=[1, 2], load={"encode_queued_work": {"video": 7}, "novel": 1}), "e-0", "r"
     )
@@ -172,13 +172,13 @@ def test_a_pod_that_does_not_become_empty_goes_at_its_deadline():
     assert (actions.replicas, actions.overdue) == (1, ("e-1",))
 
 
-def test_an_overdue_pod_that_stays_behind_one_that_drains_is_not_removed_yet():
+def test_an_overdue_pod_stays_while_a_later_pod_drains():
     made = reporting(scaler(), e0="ready", e1="draining", e2="draining")
     actions = made.actions(NOW, decided(3, 1), pool(3, e1=NOW - 61, e2=NOW - 10))
     assert (actions.replicas, actions.overdue) == (None, ())
 
 
-def test_of_several_gateways_the_newest_look_at_the_queue_counts_and_the_oldest_report_dates_it():
+def test_the_newest_gateway_queue_counts_and_the_oldest_report_dates_it():
     made = scaler()
     for gateway, at, work in (("g-0", NOW - 1.0, {"video": 1.0}), ("g-1", NOW, {"video": 7.0})):
         body = {**json.loads(gateway_answer(work)), "pod": gateway}
@@ -206,7 +206,7 @@ def test_what_waits_at_gateways_is_demand_of_the_pool_that_lacks_room():
     assert (decode.prompt_tokens, decode.sequences, decode.encode_work) == (0, 8, {})
 
 
-def test_a_drained_pod_that_is_wanted_again_is_renewed_and_one_that_still_drains_is_left_to_it():
+def test_a_wanted_drained_pod_is_renewed_and_a_draining_one_is_not():
     made = reporting(scaler(), e0="ready", e1="drained", e2="draining")
     actions = made.actions(NOW, decided(3, 4), pool(3, e1=990.0, e2=990.0))
     assert actions.renew == ("e-1",)
@@ -219,7 +219,7 @@ def test_shadow_moves_nothing():
     assert (actions.drain, actions.replicas, actions.renew) == ((), None, ())
 
 
-def test_a_gateway_that_is_silent_or_cannot_read_its_queue_keeps_the_pool_as_it_is():
+def test_a_gateway_without_a_queue_report_keeps_the_pool_size():
     for gateways, work in ((frozenset({"g-0", "g-1"}), {}), (frozenset({"g-0"}), None), (frozenset(), {})):
         made = scaler()
         made.record_gateway_report("g-0", NOW, gateway_report(gateway_answer(work), "g-0", "r"))

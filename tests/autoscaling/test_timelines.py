@@ -170,7 +170,7 @@ def test_a_restarted_container_gets_its_full_deadline_again():
     assert (decision.wanted, decision.replicas, decision.stuck) == (2, 2, 0)
 
 
-def test_a_crash_looping_container_does_not_count_as_capacity_even_after_a_recent_start():
+def test_a_crash_looping_container_never_counts_as_capacity():
     pods = (
         PodSample("a", "ready", START - 9000, START, encode_load(1900.0)),
         PodSample("b", "starting", START - 9000, waiting_since=START - 3, failing=True),
@@ -203,7 +203,7 @@ def pool_history():
     return replace(Pool(ENCODER, shared(0.0)).history, last_tick=START - 1, observed_since=START - 9000)
 
 
-def test_pods_that_wait_for_a_node_never_stop_growth_and_are_reported_after_the_deadline():
+def test_pods_that_wait_for_a_node_never_stop_growth():
     policy = replace(ENCODER, scheduling_deadline_seconds=900.0)
     pool = Pool(policy, shared(3000.0), start_seconds=1e9, unschedulable=99)
     decisions = pool.run(890)
@@ -221,7 +221,7 @@ def test_pods_that_wait_for_a_node_never_stop_growth_and_are_reported_after_the_
     assert decisions[-1].hard_limit is None
 
 
-def test_an_unschedulable_pod_that_the_load_does_not_need_is_not_a_limit():
+def test_an_unneeded_unschedulable_pod_is_not_a_limit():
     pods = (
         PodSample("a", "ready", START - 9000, START, encode_load(100.0)),
         PodSample("b", "unschedulable", START - 9000),
@@ -329,7 +329,7 @@ def test_a_held_request_wakes_prefill_and_decode():
         assert pool.tick().replicas == 1
 
 
-def test_prompts_that_wait_at_gateways_make_prefill_grow_as_those_in_its_pods_do():
+def test_prompts_at_gateways_grow_prefill_like_those_in_pods():
     def needed(load, demand):
         return Pool(PREFILL, lambda *_: load, demand=lambda now: Demand(now, **demand)).tick().signal
 
@@ -339,7 +339,7 @@ def test_prompts_that_wait_at_gateways_make_prefill_grow_as_those_in_its_pods_do
     assert at_gateways.need == in_pods.need > 1
 
 
-def test_sequences_that_wait_at_gateways_make_decode_grow_and_count_as_a_full_pool():
+def test_sequences_waiting_at_gateways_count_as_a_full_decode_pool():
     pool = Pool(DECODE, lambda *_: decode_load(running=64), demand=lambda now: Demand(now, sequences=128))
     decision = pool.tick()
     assert decision.signal.metric == "Sequences"
@@ -531,7 +531,7 @@ def test_silent_gateways_keep_prefill_from_shrinking():
     assert set(pool.sizes(900)) == {4}
 
 
-def test_itl_beyond_the_slo_grows_decode_only_while_the_batch_is_the_cause():
+def test_itl_beyond_the_slo_grows_decode_only_if_batches_cause_it():
     policy = replace(DECODE, itl_slo_seconds=0.02)
     slow = lambda now, ready: decode_load(running=32 / ready, itl=0.01 + 0.03 / ready)  # noqa: E731
     grown = Pool(policy, slow).run(300)[-1]

@@ -50,7 +50,7 @@ def storm(seed: int, pods: Pods) -> Faults:
     return faults
 
 
-def test_every_kind_of_pod_is_killed_and_deleted_and_a_revision_rolls_out() -> None:
+def test_a_storm_kills_and_deletes_every_kind_of_pod_and_rolls_out() -> None:
     pods = Pods()
     faults = storm(7, pods)
     kinds = Counter((s.component, s.killed) for s in faults.struck)
@@ -127,9 +127,7 @@ def test_a_node_out_of_reach_means_deletion_by_force() -> None:
 
 
 @pytest.mark.parametrize("kills", [["gateway"], ["decode", "operator"]])
-def test_a_storm_of_kills_kills_one_pod_of_each_component_it_names_and_does_nothing_else(
-    kills: list[str],
-) -> None:
+def test_a_storm_of_kills_kills_each_named_component_once_and_nothing_else(kills: list[str]) -> None:
     for seed in range(10):
         pods = Pods()
         faults = Faults(seed, pods.kubectl, pods.kill, VICTIMS, pods.roll_out, kills)

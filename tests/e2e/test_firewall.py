@@ -59,7 +59,7 @@ def test_real_iptables_keep_the_rules_of_other_tools() -> None:
     assert not any(name in line for line in kept for name in ("KUBE", "CNI-aaaa", STRAYS))
 
 
-def test_a_packet_that_no_service_rule_has_sent_on_is_refused_instead_of_leaving_the_host() -> None:
+def test_a_packet_that_no_service_rule_forwards_is_refused_locally() -> None:
     assert in_a_namespace(REFUSE).split() == ["TimeoutError", "ConnectionRefusedError", "TimeoutError"]
 
 

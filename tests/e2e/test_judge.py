@@ -99,7 +99,7 @@ def test_gaps_and_repeats_are_named_with_their_place() -> None:
     )
 
 
-def test_a_stream_cut_by_a_killed_gateway_counts_apart_when_its_repetition_is_right() -> None:
+def test_a_stream_cut_by_a_kill_counts_apart_if_repeated_correctly() -> None:
     lines = (sent(0), broken(0), sent(0, 1, 111.0), ended(0, 1))
     assert verdict(*lines, struck=(KILLED,)) == {"cut": 1}
 
@@ -121,9 +121,7 @@ def test_a_broken_stream_that_no_killed_gateway_explains_is_lost(struck: tuple[S
 
 @pytest.mark.parametrize("tokens", [RIGHT[:2], []], ids=["a stream", "a stream before its first token"])
 @pytest.mark.parametrize("gateway", ["g-2", ""], ids=["another", "unnamed"])
-def test_a_stream_of_a_gateway_that_was_not_killed_is_lost_when_it_breaks(
-    tokens: list[int], gateway: str
-) -> None:
+def test_a_broken_stream_of_a_surviving_gateway_is_lost(tokens: list[int], gateway: str) -> None:
     lines = (sent(0), broken(0, tokens=tokens, gateway=gateway), sent(0, 1), ended(0, 1))
     no_answer = not tokens and not gateway
     assert verdict(*lines, struck=(KILLED,)) == ({"cut": 1} if no_answer else {"lost": 1})
@@ -164,7 +162,7 @@ def test_an_outage_that_the_kill_did_not_begin_excuses_nothing(
     assert verdict(*refused(130.0), struck=(struck,), without_gateway=outages) == {"lost": 1}
 
 
-def test_a_stream_that_breaks_long_after_a_kill_is_lost_unless_it_is_read_at_a_pace() -> None:
+def test_a_stream_that_breaks_long_after_a_kill_is_lost_unless_paced() -> None:
     late = broken(0, began=104.0, ended=160.0)
     again = (sent(0, 1, 161.0), ended(0, 1, began=161.0, ended=170.0))
     assert verdict(sent(0), late, *again, struck=(KILLED,)) == {"lost": 1}
@@ -196,7 +194,7 @@ def test_a_deletion_after_a_kill_changes_nothing_about_whose_streams_may_break(
 
 
 @pytest.mark.parametrize(("began", "found"), [(104.0, {"cut": 1}), (111.0, {"lost": 1})])
-def test_a_stream_without_tokens_of_the_container_after_the_killed_one_is_lost(
+def test_a_stream_without_tokens_from_the_restarted_container_is_lost(
     began: float, found: dict[str, int]
 ) -> None:
     first = broken(0, began=began, ended=116.0, tokens=[], gateway="g-1")
@@ -229,7 +227,7 @@ def test_a_request_without_headers_is_lost_where_a_gateway_was_deleted_meanwhile
     [("g-1", 225.0, {"cut": 1}), ("g-1", 227.0, {"lost": 1}), ("g-2", 170.0, {"lost": 1})],
     ids=["killed", "silent since long after the kill", "not killed"],
 )
-def test_a_paced_stream_that_falls_silent_is_lost_unless_its_gateway_was_killed(
+def test_a_silent_paced_stream_is_lost_unless_its_gateway_was_killed(
     tokens: list[int], gateway: str, ended_at: float, found: dict[str, int]
 ) -> None:
     silent = broken(0, began=104.0, ended=ended_at, tokens=tokens, gateway=gateway, silent=True)
@@ -238,7 +236,7 @@ def test_a_paced_stream_that_falls_silent_is_lost_unless_its_gateway_was_killed(
 
 
 @pytest.mark.parametrize(("deleted", "found"), [("g-1", {"cut": 1}), ("g-2", {"lost": 1})])
-def test_silence_without_a_head_is_that_of_a_killed_gateway_unless_another_was_deleted(
+def test_silence_without_a_head_blames_the_kill_unless_another_gateway_was_deleted(
     deleted: str, found: dict[str, int]
 ) -> None:
     silent = broken(0, began=104.0, ended=170.0, tokens=[], gateway="", silent=True) | {"kind": "long"}
@@ -265,7 +263,7 @@ def test_requests_in_flight_are_counted_at_each_moment() -> None:
     ]
 
 
-def test_a_log_that_ends_in_the_middle_of_a_line_is_read_up_to_it() -> None:
+def test_a_log_that_ends_within_a_line_is_read_up_to_it() -> None:
     assert parse(json.dumps(sent(0)) + "\n" + '{"questi') == [sent(0)]
     with pytest.raises(json.JSONDecodeError):
         parse('{"questi\n' + json.dumps(sent(0)))

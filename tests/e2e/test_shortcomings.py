@@ -45,7 +45,7 @@ def test_a_storm_without_a_fault_that_met_a_request_is_none() -> None:
     ]
 
 
-def test_a_lost_stream_of_thousands_of_tokens_is_one_short_line_with_its_error_and_the_fault_before() -> None:
+def test_a_lost_stream_is_one_short_line_with_error_and_fault() -> None:
     example = LONG | {"error": "APIError: overloaded", "tokens": [381] * 2000, "text": "x" * 9000}
     count, line = shortcomings(body(lost=1, examples=[example | {"expected": [381] * 3900}]))
     assert count == "1 requests lost"
@@ -60,7 +60,7 @@ def test_an_incomplete_log_and_a_wrong_token_are_named() -> None:
     assert [line.split(": ")[0] for line in found[2:]] == ["the log is incomplete", "wrong token"]
 
 
-def test_gateways_are_missing_from_the_last_look_that_found_one_to_the_next_that_does() -> None:
+def test_gateways_are_missing_between_two_looks_that_find_one() -> None:
     watch = Watch(weather=STORM, kubectl=lambda *_: "", began=0.0)
     watch.gateways = [(2.0, 2), (4.0, 0), (6.0, 0), (8.0, 1), (10.0, 0)]
     assert watch.without_gateway() == [(2.0, 8.0)]

@@ -46,7 +46,7 @@ async def _all_of(client: openai.AsyncOpenAI) -> None:
         pass
 
 
-async def test_a_connection_breaks_without_a_listener_or_when_the_peer_closes_before_or_during_its_answer():
+async def test_a_connection_breaks_without_a_listener_or_with_an_early_close():
     assert await broke(None)
     assert await broke(b"")
     assert await broke(HEAD + b"10\r\ndata: ")
@@ -60,7 +60,7 @@ async def test_neither_an_error_nor_a_late_answer_is_a_broken_connection():
 
 @pytest.mark.parametrize(("kind", "is_broken"), [("long", True), ("text", False)])
 @pytest.mark.parametrize("headed", [True, False])
-async def test_silence_breaks_an_answer_that_is_read_at_a_pace_and_no_other(
+async def test_silence_breaks_only_an_answer_read_at_a_pace(
     kind: str,
     is_broken: bool,
     headed: bool,

@@ -84,7 +84,7 @@ def test_releasing_a_block_twice_is_an_error():
         pool.release(blocks)
 
 
-def test_the_least_recently_used_cached_block_is_evicted_and_the_tail_of_a_sequence_before_its_head():
+def test_eviction_takes_the_least_recently_used_block_and_tails_before_heads():
     pool = BlockPool(4, 4)
     old, new = pool.allocate(2), pool.allocate(2)
     for block in (*old, *new):
@@ -106,7 +106,7 @@ def test_a_prefix_ends_at_the_first_block_that_is_not_known():
     assert pool.find([b"first", b"second", b"third"]) == [first]
 
 
-def test_a_block_is_identified_by_its_complete_prefix_and_not_only_its_beginning():
+def test_a_block_is_identified_by_its_complete_prefix():
     chains = []
     for past in ([1, 2, 3, 4], [1, 2, 9, 4]):
         identities: list[bytes] = []
@@ -128,7 +128,7 @@ def test_a_forgotten_block_is_not_found_again_and_its_neighbour_is():
     assert pool.allocate(2) == [private, second]  # free, and handed out before the cached one
 
 
-def test_a_block_is_known_by_its_tokens_its_past_and_the_media_over_it():
+def test_a_block_hash_covers_tokens_prefix_and_overlapping_media():
     base = block_hash(b"", [1, 2, 3, 4], 4, [(6, 2, "cat")])
     assert base == block_hash(b"", [1, 2, 3, 4], 4, [(6, 2, "cat"), (8, 2, "dog"), (0, 4, "fox")])
     others = [

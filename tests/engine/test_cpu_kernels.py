@@ -118,7 +118,7 @@ def test_a_packed_linear_layer_refuses_another_width_or_dtype(variant, x):
         packed(x)
 
 
-def test_a_linear_layer_that_the_kernels_do_not_reproduce_keeps_its_own_code(variant, monkeypatch):
+def test_a_linear_layer_keeps_its_code_where_the_kernels_differ(variant, monkeypatch):
     layers = torch.nn.Sequential(torch.nn.Linear(64, 8))
     monkeypatch.setattr(type(variant), "linear", lambda self, x, packed, n, bias: torch.zeros(len(x), n))
     assert modules.pack_linears(layers, variant) == 0

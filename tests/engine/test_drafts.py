@@ -116,7 +116,7 @@ def steps_of(each: float) -> Drafts:
     return drafts
 
 
-def test_drafts_are_longer_where_rows_are_cheap_and_none_where_they_cost_a_step_each():
+def test_drafts_shorten_to_none_as_rows_become_costlier():
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2, 3]
     lengths = [len(steps_of(each).draft(PromptLookup(), tokens, 99, 1)) for each in (0.0001, 0.001, 0.05)]
     assert lengths[0] > lengths[1] > lengths[2] == 0
@@ -143,7 +143,7 @@ def test_many_sequences_have_shorter_drafts():
     assert len(drafts.draft(PromptLookup(), tokens, 9, 1)) > len(drafts.draft(PromptLookup(), tokens, 9, 16))
 
 
-def test_steps_with_prompts_and_steps_whose_time_is_not_their_own_teach_nothing():
+def test_prompt_steps_and_untimed_steps_do_not_change_drafts():
     drafts = steps_of(0.001)
     before = len(drafts.draft(PromptLookup(), [1, 2, 3, 4, 1, 2], 9, 1))
     for _ in range(100):

@@ -79,7 +79,7 @@ def test_steps_of_bounded_time_change_nothing(name, step_seconds):
     assert engine.stats().blocks_free == engine.stats().blocks_total
 
 
-def test_the_time_of_a_step_counts_unless_the_model_ran_more_than_once_in_it():
+def test_a_step_is_timed_unless_the_model_ran_twice():
     model = TextModel(TEXT_MODELS["llama"]())
     engine = make_engine(model)
     engine.add(text_input(model, "0", prompt_of(9, 1), 9))
@@ -193,7 +193,7 @@ def test_prefill_here_decode_there_with_other_block_sizes(name):
         assert engine.stats().held_sequences == engine.stats().blocks_reserved == 0
 
 
-def test_kv_is_announced_without_gaps_and_what_is_cached_with_the_first_chunk():
+def test_kv_is_announced_without_gaps_and_cached_kv_with_the_first_chunk():
     model, prompts, _ = model_and_answers("llama")
     engine = make_engine(model, chunk_tokens=10)
     engine.add(text_input(model, "a", prompts[3], 4, stop_after_prefill=True))
@@ -299,7 +299,7 @@ def test_what_the_decoder_has_cached_is_not_moved_again(name):
     assert decode.stats().blocks_free == decode.stats().blocks_total
 
 
-def test_prompts_of_one_salt_share_blocks_with_no_others_on_either_pod_and_answers_are_the_same():
+def test_prompts_share_cached_blocks_only_within_one_salt():
     model, prompts, answers = model_and_answers(next(iter(TEXT_MODELS)))
     engine, prompt, answer = make_engine(model, block_tokens=8), prompts[3], answers[3]
     cached = []
@@ -325,7 +325,7 @@ def test_prompts_of_one_salt_share_blocks_with_no_others_on_either_pod_and_answe
     assert decode.prefix(prompt, [])[1] == 0
 
 
-def test_cached_kv_that_is_forgotten_is_not_found_again_through_those_that_share_it():
+def test_forgotten_cached_kv_is_not_found_through_sequences_that_share_it():
     model, prompts, _ = model_and_answers(next(iter(TEXT_MODELS)))
     engine, prompt = make_engine(model, block_tokens=8), prompts[3]
     engine.add(text_input(model, "a", prompt, 30))

@@ -136,7 +136,7 @@ def test_kernels_that_compute_something_else_are_found_at_the_start(how, monkeyp
     assert "1 of 2 decoder layers run as one call" in caplog.text
 
 
-def test_a_layer_that_does_more_than_its_modules_show_is_found_at_the_start(caplog):
+def test_a_layer_that_does_more_than_its_modules_is_not_fused(caplog):
     """Granite has the modules of Llama, and multiplies what they return."""
     caplog.set_level(logging.INFO)
 
@@ -318,7 +318,7 @@ def test_a_pool_of_other_heads_is_refused(caplog):
     assert "its pool has heads [4, 16], not [2, 16]" in caplog.text
 
 
-def test_a_model_does_not_keep_the_pool_of_an_engine_that_is_gone():
+def test_a_model_does_not_keep_the_pool_of_a_deleted_engine():
     model = TextModel(TEXT_MODELS["llama"]())
     engine = make_engine(model)
     engine.add(text_input(model, "a", prompt_of(5, 1), 2))
@@ -329,7 +329,7 @@ def test_a_model_does_not_keep_the_pool_of_an_engine_that_is_gone():
     assert [pool() for pool in pools if pool() is not None] == []
 
 
-def test_a_second_engine_of_a_model_that_is_not_fused_gives_no_other_reason(caplog):
+def test_a_second_engine_of_an_unfused_model_logs_no_reason_again(caplog):
     caplog.set_level(logging.INFO)
     config = transformers.Olmo2Config(**SMALL)
     model = TextModel(vary(transformers.Olmo2ForCausalLM(config)))
@@ -355,9 +355,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("how", MUTATIONS)
-def test_kernels_that_are_wrong_in_long_contexts_or_many_rows_are_found_at_the_start(
-    how, monkeypatch, tmp_path, caplog
-):
+def test_kernels_wrong_in_long_contexts_or_many_rows_are_rejected(how, monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     name, right, wrong = MUTATIONS[how]
     for path in (library.SOURCE, *(library.SOURCE.with_name(header) for header in library.HEADERS)):

@@ -129,7 +129,8 @@ def test_an_answer_is_valid_or_cut_by_its_length(name, temperature):
     check_matches(*alone(name, temperature), FORMS[name])
 
 
-def test_a_model_without_a_grammar_gives_no_json_so_that_these_tests_prove_something():
+def test_a_model_without_a_grammar_produces_no_json():
+    """So a valid answer in the other tests is due to the grammar and not to the model."""
     tokens, _ = alone("free", 0.0)
     with pytest.raises(ValueError, match=r"Expecting|Extra|control"):
         json.loads(text_of(tokens))
@@ -170,7 +171,7 @@ def test_an_optional_end_is_the_models_choice():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["schema", "recursive"])
-def test_max_tokens_cut_an_answer_which_is_then_a_prefix_of_the_longer_one(name, temperature):
+def test_max_tokens_cut_an_answer_to_a_prefix_of_the_whole(name, temperature):
     whole, _ = alone(name, temperature)
     cut, reason = alone(name, temperature, 5)
     assert cut == whole[:5]
@@ -299,7 +300,7 @@ def test_a_constraint_that_has_failed_says_so_without_a_new_token():
         constraint.advance([])
 
 
-def test_masks_are_computed_once_the_model_runs_and_before_anything_waits_for_it(monkeypatch):
+def test_masks_are_computed_while_the_model_runs(monkeypatch):
     order = []
 
     class Hidden(torch.Tensor):
@@ -333,7 +334,7 @@ def test_masks_are_computed_once_the_model_runs_and_before_anything_waits_for_it
     assert all(step.startswith("masks use") for step in masked)
 
 
-def test_masks_leave_the_rows_of_others_and_forbid_what_is_not_in_the_tokenizer():
+def test_masks_leave_other_rows_and_forbid_tokens_outside_the_tokenizer():
     logits = torch.zeros(3, MODEL_VOCAB)
     two = {0: grammars().begin(GRAMMARS["choice"]), 2: grammars().begin(GRAMMARS["regex"])}
     Masks.of(two, logits.device).apply(logits)
@@ -413,7 +414,7 @@ def pieces_with_bytes():
     )
 
 
-def test_pieces_with_marks_and_bytes_are_followed_as_the_text_that_they_decode_to():
+def test_pieces_with_marks_and_bytes_match_by_their_decoded_text():
     small = pieces_with_bytes()
     made, logits = Grammars(lambda: small, len(small) + 5, [EOS]), torch.Generator().manual_seed(0)
     complete = 0

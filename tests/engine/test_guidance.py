@@ -205,7 +205,7 @@ def test_a_pair_takes_two_places_here_and_in_what_is_reserved():
     assert engine.stats().running_sequences == 3
 
 
-def test_a_single_place_left_is_kept_for_a_pair_that_was_passed_often_enough():
+def test_the_last_place_is_kept_for_a_pair_often_passed_over():
     model, prompts, _ = model_and_answers("llama")
     engine = make_engine(model, max_sequences=2, prefix_cache=False)
     engine.add(SequenceInput("runs", model.lower(prompt_of(4, 0)), greedy(200)))
@@ -247,7 +247,7 @@ def test_a_failing_pair_fails_alone_and_as_one():
     assert engine.stats().blocks_free == engine.stats().blocks_total
 
 
-def test_broken_logits_of_the_companion_end_both_and_leave_nothing_in_the_cache():
+def test_broken_companion_logits_end_the_pair_and_cache_nothing():
     model, prompts, _ = model_and_answers("llama")
     engine, logits = make_engine(model), model.logits
     engine.add(guided_input(model, 2, prompts[2]))

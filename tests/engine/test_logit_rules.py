@@ -448,7 +448,7 @@ def test_a_preempted_sequence_leaves_nothing_on_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_what_is_handed_over_and_preempted_there_goes_on_with_the_same_tokens(how):
+def test_a_sequence_handed_over_and_then_preempted_has_the_same_tokens(how):
     model, prompts, answers = uninterrupted(how)
     prefill, got = make_engine(model), {number: list[int]() for number in range(len(prompts))}
     decoders = [make_engine(model, blocks=24, block_tokens=4) for _ in range(2)]

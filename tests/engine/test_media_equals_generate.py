@@ -134,7 +134,7 @@ def test_requests_whose_features_come_one_by_one_while_others_run(arch, chunk_to
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_second_time_the_prefix_is_cached_and_media_in_it_need_no_feature(arch):
+def test_repeated_prompts_with_media_use_the_cached_prefix(arch):
     engine = engine_of(arch, chunk_tokens=64)
     for _ in range(2):
         for number, (_, _, features, _) in enumerate(answered(arch)):

@@ -51,7 +51,7 @@ def test_no_more_is_taken_than_all_sequences_can_use():
     assert budget.kv_bytes(**{**POOL, "max_model_len": 1000, "max_sequences": 2}) == 2 * 1008 * 57_344
 
 
-def test_a_share_that_holds_no_request_of_full_length_is_refused_with_the_numbers_and_the_remedy():
+def test_a_share_too_small_for_one_request_is_refused_with_the_remedy():
     budget = MemoryBudget(20 * GIB, 16 * GIB, 3 * GIB, percent=90)
     with pytest.raises(MemoryBudgetError) as caught:
         budget.kv_bytes(**POOL)
@@ -64,7 +64,7 @@ def test_a_share_that_holds_no_request_of_full_length_is_refused_with_the_number
     assert budget.kv_bytes(**{**POOL, "max_model_len": named}) <= budget.left_bytes * 90 // 100
 
 
-def test_an_override_too_small_for_one_request_is_refused_with_the_size_it_needs():
+def test_an_override_too_small_for_one_request_names_the_size_needed():
     budget = MemoryBudget(80 * GIB, 16 * GIB, 4 * GIB, percent=90, override_bytes=512 * MEBIBYTE)
     with pytest.raises(MemoryBudgetError, match=r"512 MiB holds KV for 9360 tokens.*needs 1792 MiB"):
         budget.kv_bytes(**POOL)
@@ -76,7 +76,7 @@ def test_weights_larger_than_the_memory_are_refused_and_not_divided():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_live_bytes_count_what_lives_at_once_and_not_what_was_there_before(device):
+def test_live_bytes_count_concurrent_tensors_and_not_earlier_ones(device):
     before = torch.zeros(1000, device=device)
     with LiveBytes() as live:
         first = before + 1  # 4000 bytes
@@ -123,7 +123,7 @@ MIXES = {
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_however_the_rows_of_a_step_are_sampled_it_takes_no_more_than_was_measured(mix, device):
+def test_sampling_takes_no_more_memory_than_was_measured(mix, device):
     vocab, rows = 5000, 16
     model = TextModel(vary(LlamaForCausalLM(LlamaConfig(**(SMALL | {"vocab_size": vocab})))).to(device))
     sizes = {"chunk_tokens": 1, "max_sequences": rows, "block_tokens": 8, "max_model_len": vocab}
@@ -179,7 +179,7 @@ class Cuda:
 
 
 @pytest.mark.parametrize("length", [257, 256])
-def test_on_a_gpu_a_step_takes_what_its_peak_adds_once_the_workspaces_are_there(length, monkeypatch):
+def test_on_a_gpu_activation_bytes_are_the_peak_above_the_workspaces(length, monkeypatch):
     """The costlier of two contexts, of which one has a mask that attention copies."""
     model = TextModel(llama())
     gpu = Cuda(monkeypatch, model)
@@ -188,7 +188,7 @@ def test_on_a_gpu_a_step_takes_what_its_peak_adds_once_the_workspaces_are_there(
     assert gpu.steps == 3
 
 
-def test_attention_on_a_gpu_is_planned_with_the_contexts_that_it_copies_and_without_scores():
+def test_gpu_attention_is_planned_with_copied_contexts_and_without_scores():
     """Of a chunk at the end of a long context: keys and values for all heads, and the mask as bool, negated, in the query's type, and
     with aligned rows."""
     heads, dim, rows, context = 8, 16, 64, 1000

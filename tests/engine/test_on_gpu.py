@@ -165,7 +165,8 @@ except RuntimeError as error:
 """
 
 
-def test_memory_that_lacks_and_shapes_that_differ_leave_the_device_usable_and_an_assertion_does_not():
+def test_an_assertion_loses_the_device_and_other_errors_do_not():
+    """The other errors are memory that does not suffice and shapes that differ."""
     ran = subprocess.run(
         [sys.executable, "-c", LOSE, str(DEVICE)], capture_output=True, text=True, timeout=120, check=False
     )

@@ -69,7 +69,7 @@ def test_a_reader_ends_with_what_the_cache_holds(done: list[tuple[str, bytes | i
 
 @given(actions, st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
-def test_no_more_is_reported_at_once_than_the_bound_and_nothing_that_is_not_held(
+def test_reports_stay_within_the_bound_and_name_only_held_blocks(
     done: list[tuple[str, bytes | int | None]], most: int
 ) -> None:
     changes, reader = CacheChanges(most), Reader()
@@ -99,7 +99,7 @@ def test_a_block_that_came_and_went_is_not_reported() -> None:
     assert changes.take(10).empty
 
 
-def test_a_report_of_everything_ends_also_when_what_was_left_to_report_is_evicted() -> None:
+def test_a_full_report_ends_even_when_its_rest_is_evicted() -> None:
     changes = CacheChanges()
     for identity in (b"a", b"b", b"c"):
         changes.add(identity)
@@ -112,7 +112,7 @@ def test_a_report_of_everything_ends_also_when_what_was_left_to_report_is_evicte
     assert changes.take(2).empty
 
 
-def test_a_pool_reports_what_its_prefix_cache_gains_and_what_it_loses_to_new_blocks() -> None:
+def test_a_pool_reports_cached_blocks_that_it_gains_and_loses() -> None:
     pool = BlockPool(3, 4)
     blocks = pool.allocate(3)
     for block, identity in zip(blocks, (b"a", b"b", b"c"), strict=True):
@@ -128,9 +128,7 @@ def test_a_pool_reports_what_its_prefix_cache_gains_and_what_it_loses_to_new_blo
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])
-def test_a_report_of_everything_takes_as_many_steps_as_it_needs_and_only_the_last_is_complete(
-    limit: int,
-) -> None:
+def test_only_the_last_step_of_a_full_report_is_complete(limit: int) -> None:
     changes = CacheChanges()
     for identity in IDENTITIES:
         changes.add(identity)

@@ -83,7 +83,7 @@ def test_a_request_that_goes_on_elsewhere_has_them_no_second_time():
     assert not any(found_in(run(engine), "0"))
 
 
-def test_a_prompt_whose_prefix_is_cached_has_all_of_them_and_is_cached_for_others():
+def test_a_prompt_with_a_cached_prefix_has_all_its_log_probabilities():
     model = TextModel(TEXT_MODELS["llama"]())
     engine, prompt = make_engine(model, chunk_tokens=8), prompt_of(40, 3)
     engine.add(wanted(model, "left", prompt))

@@ -16,7 +16,7 @@ from support.oracles.engine_oracle import (
 PROMPT, MEDIUM, NEW_TOKENS = prompt_of(90, 3), (20, 61), 12
 
 
-def test_a_step_makes_the_rows_it_computes_and_a_preempted_prompt_makes_them_again_with_its_features():
+def test_a_step_builds_only_its_rows_and_rebuilds_them_after_preemption():
     model, made = TextModel(TEXT_MODELS["llama"]()), []
     rows = model.rows
 

@@ -73,7 +73,7 @@ def failing_for(model, poison, error):
     model.forward = maybe
 
 
-async def test_a_sequence_that_breaks_the_step_fails_alone_and_the_others_equal_generate(started):
+async def test_a_sequence_that_breaks_the_step_fails_alone(started):
     runner, model, collector = started
     failing_for(model, 199, RuntimeError("shapes cannot be multiplied"))
     prompts = {name: prompt_of(length, length) for name, length in (("a", 5), ("b", 9), ("c", 4))}
@@ -136,7 +136,7 @@ async def test_broken_logits_fail_their_own_sequence_once_and_say_why(started, t
 
 
 @cpu_only
-async def test_a_command_that_finds_the_device_lost_ends_the_engine_and_fails_what_waits_behind_it():
+async def test_a_command_that_loses_the_device_ends_the_engine():
     dead = asyncio.get_running_loop().create_future()
     runner = EngineRunner(make_engine(TextModel(llama())), Collector(), dead.set_result)
 

@@ -29,7 +29,7 @@ def test_all_decoding_sequences_run_together_with_a_full_chunk():
     assert bench.step() == {"a": (4, 5), "b": (5, 6), "long": (0, 16)}
 
 
-def test_a_short_prompt_overtakes_a_long_one_and_leaves_it_the_rest_of_the_budget():
+def test_a_short_prompt_overtakes_a_long_one_which_gets_the_rest():
     bench = Bench()
     bench.add("long", 100)
     bench.step()
@@ -37,7 +37,8 @@ def test_a_short_prompt_overtakes_a_long_one_and_leaves_it_the_rest_of_the_budge
     assert bench.step() == {"short": (0, 6), "long": (16, 26)}
 
 
-def test_a_prompt_is_not_begun_with_the_scraps_of_a_budget_that_would_only_hold_others_up():
+def test_a_prompt_larger_than_the_scraps_of_a_budget_waits():
+    """A part of it would only hold others up."""
     bench = Bench()
     bench.add("first", 12)
     bench.add("second", 13)
@@ -53,7 +54,7 @@ def test_what_fits_into_the_scraps_of_a_budget_runs_there():
     assert bench.step() == {"short": (0, 4), "waits": (0, 2), "long": (0, 10)}
 
 
-def test_a_long_prompt_is_not_starved_by_an_endless_row_of_short_ones():
+def test_endless_short_prompts_do_not_starve_a_long_one():
     bench = Bench(blocks=1000, max_sequences=500)
     long = bench.add("long", 64)
     for number in range(400):
@@ -64,7 +65,7 @@ def test_a_long_prompt_is_not_starved_by_an_endless_row_of_short_ones():
     assert number < 60
 
 
-def test_a_step_of_waiting_counts_as_a_token_where_chunks_have_fewer_than_eight():
+def test_a_waiting_step_counts_one_token_where_chunks_have_under_eight():
     bench = Bench(max_sequences=30, chunk_tokens=4)
     bench.add("long", 10)
     steps = []
@@ -117,7 +118,7 @@ def test_an_atomic_range_is_never_cut(atomic, chunks):
         assert got == chunks
 
 
-def test_an_atomic_range_larger_than_the_rest_of_the_budget_waits_for_the_next_step():
+def test_an_atomic_range_larger_than_the_remaining_budget_waits():
     bench = Bench()
     bench.add("short", 10)
     bench.add("image", 30, atomic=[(0, 12)])
@@ -125,7 +126,7 @@ def test_an_atomic_range_larger_than_the_rest_of_the_budget_waits_for_the_next_s
     assert bench.step() == {"short": (10, 11), "image": (0, 16)}
 
 
-def test_an_atomic_range_that_the_rest_of_a_budget_would_cut_waits_although_half_of_it_is_left():
+def test_an_atomic_range_waits_even_with_half_of_the_budget_left():
     bench = Bench()
     bench.add("short", 6)
     bench.add("image", 30, atomic=[(0, 12)])
@@ -143,7 +144,7 @@ def test_an_atomic_range_with_a_missing_feature_waits_as_a_unit():
 
 
 @pytest.mark.parametrize(("ahead", "begun"), [(8, {"long": (0, 8)}), (9, {})])
-def test_a_long_prompt_is_begun_with_half_of_a_budget_and_not_with_less(ahead, begun):
+def test_a_long_prompt_is_begun_with_at_least_half_a_budget(ahead, begun):
     bench = Bench()
     bench.add("short", ahead)
     bench.add("long", 30)
@@ -151,7 +152,7 @@ def test_a_long_prompt_is_begun_with_half_of_a_budget_and_not_with_less(ahead, b
 
 
 @pytest.mark.parametrize(("waited", "first"), [(7, "short"), (8, "long")])
-def test_each_step_of_waiting_makes_a_prompt_count_as_an_eighth_of_a_chunk_shorter(waited, first):
+def test_each_waiting_step_ranks_a_prompt_an_eighth_of_a_chunk_shorter(waited, first):
     bench = Bench(max_sequences=1, chunk_tokens=64)
     holder = bench.add("holder", 4, missing={0: (0, 4)})
     bench.step()
@@ -163,7 +164,7 @@ def test_each_step_of_waiting_makes_a_prompt_count_as_an_eighth_of_a_chunk_short
     assert list(bench.step()) == [first]
 
 
-def test_each_step_that_passes_a_running_prompt_over_makes_it_count_as_much_shorter():
+def test_each_step_that_passes_over_a_running_prompt_ranks_it_shorter():
     bench = Bench(blocks=1000, max_sequences=100)
     bench.add("long", 40)
     for passed_over in range(30):
@@ -193,7 +194,7 @@ def test_a_sequence_alone_may_have_every_block():
 
 
 @pytest.mark.parametrize(("large", "admitted"), [(MAX_PASSED, True), (MAX_PASSED + 1, False)])
-def test_one_step_looks_past_a_bounded_number_of_sequences_that_do_not_fit(large, admitted):
+def test_a_step_skips_a_bounded_number_of_sequences_that_do_not_fit(large, admitted):
     bench = Bench(blocks=10, max_sequences=20)
     bench.add("running", 24, missing={0: (20, 24)})
     bench.step()
@@ -236,7 +237,7 @@ def test_a_sequence_that_does_not_fit_lets_those_behind_it_be_admitted():
     assert large.state is SequenceState.WAITING
 
 
-def test_a_sequence_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
+def test_a_waiting_sequence_is_overtaken_a_bounded_number_of_times():
     bench = Bench(blocks=10)
     holder = bench.add("holder", 16, missing={0: (12, 16)})
     bench.step()
@@ -254,7 +255,7 @@ def test_a_sequence_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
     assert large.overtaken == 0
 
 
-def test_a_match_that_leads_to_no_admission_leaves_the_order_of_eviction_alone():
+def test_a_prefix_match_without_admission_keeps_the_eviction_order():
     bench = Bench(blocks=6, prefix_cache=True)
     for number in (1, 2):
         cached = bench.add(f"prefix-{number}", [number] * 5)
@@ -277,7 +278,7 @@ def test_no_more_than_max_sequences_run_and_reserved_places_stay_free():
     assert set(bench.step()) == {"a", "b", "c"}
 
 
-def test_when_decode_runs_out_of_blocks_the_newest_waits_and_keeps_its_tokens():
+def test_the_newest_sequence_waits_when_decode_runs_out_of_blocks():
     bench = Bench(blocks=5, block_tokens=4)
     old = bench.add("old", 8)
     young = bench.add("young", 7)
@@ -354,7 +355,7 @@ def test_a_prefill_whose_kv_has_been_announced_is_never_preempted():
     assert local.num_tokens > 8
 
 
-def test_cached_blocks_are_skipped_but_never_the_last_token_nor_a_part_of_an_atomic_range():
+def test_the_skipped_prefix_excludes_the_last_token_and_partial_atomic_ranges():
     bench = Bench(prefix_cache=True)
     spans = [(6, 8, "cat")]
     bench.add("a", 16, spans=spans, atomic=[(6, 14)])

@@ -46,7 +46,7 @@ def held(engine):
 @pytest.mark.parametrize(
     ("chunk_tokens", "kernel"), [(1, None), (7, None), (64, None), (7, attention.torch_kernel)]
 )
-def test_blocks_that_left_the_window_are_free_and_answers_read_none_of_them(chunk_tokens, kernel):
+def test_blocks_outside_the_window_are_freed_and_not_read(chunk_tokens, kernel):
     model, answer = served("mistral")
     if kernel is not None:
         model = TextModel(TEXT_MODELS["mistral"]())
@@ -84,7 +84,7 @@ def test_sequences_share_a_pool_that_would_not_hold_all_of_their_tokens():
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_prompt_asks_for_the_blocks_of_a_window_and_a_chunk_and_uses_them_again(prefix_cache):
+def test_a_prompt_needs_and_reuses_blocks_for_a_window_and_a_chunk(prefix_cache):
     model, answer = served("mistral")
     engine = make_engine(model, blocks=30, block_tokens=BLOCK, chunk_tokens=8, prefix_cache=prefix_cache)
     engine.warm_up()
@@ -189,7 +189,8 @@ def test_a_conversation_finds_the_blocks_that_left_the_window():
     assert run(engine, outcome).tokens["b"] == generate(TEXT_MODELS["mistral"](), turn, 6)
 
 
-def test_the_beginning_of_a_conversation_is_evicted_last_although_it_was_given_back_first():
+def test_the_beginning_of_a_conversation_is_evicted_last():
+    """Its blocks left the window first, and were given back before the others."""
     model, _ = served("mistral")
     engine = make_engine(model, blocks=40, block_tokens=BLOCK)
     engine.add(text_input(model, "a", PROMPT, 20))
@@ -232,9 +233,10 @@ def test_blocks_of_broken_logits_are_forgotten_also_those_that_left_the_window()
     gaps=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     takes=st.lists(st.booleans(), min_size=1, max_size=4),
 )
-def test_prompts_with_common_prefixes_never_run_dry_whoever_takes_the_blocks_that_leave_their_windows(
+def test_prompts_with_common_prefixes_never_run_out_of_blocks(
     window, chunk_tokens, block_tokens, lengths, common, gaps, takes
 ):
+    """It does not matter who takes the blocks that leave their windows."""
     bench = Bench(blocks=1000, block_tokens=block_tokens, chunk_tokens=chunk_tokens, prefix_cache=True)
     scheduler, pool = bench.scheduler, bench.pool
     scheduler.window = window

@@ -89,7 +89,7 @@ def test_a_step_has_as_many_tokens_as_fit_by_what_steps_took(steps: list[StepOut
     assert learned(*steps).tokens() == pytest.approx(tokens, abs=1)
 
 
-def test_decodes_are_part_of_a_step_and_leave_prompts_an_eighth_of_a_chunk_at_least() -> None:
+def test_decodes_leave_prompts_at_least_an_eighth_of_a_chunk() -> None:
     pace = learned(ran(100, 0.05), ran(200, 0.075))
     assert [pace.tokens(decodes) for decodes in (0, 1, 436, 437, 10_000)] == [500, 499, 64, 64, 64]
 
@@ -124,21 +124,21 @@ def test_a_few_steps_that_took_unusually_long_or_short_change_little(outliers: i
     assert learned(*steps).tokens() == pytest.approx(expected, rel=0.05)
 
 
-def test_a_first_step_that_is_a_thousand_times_too_slow_is_outvoted_by_the_next_two() -> None:
+def test_two_steps_outvote_a_first_one_that_is_far_too_slow() -> None:
     first = ran(64, 64 * 0.4)
     assert learned(first).tokens() == LEAST + LEAST // 2
     assert learned(first, ran(96, 96 * 0.0004)).tokens() == LEAST
     assert learned(first, *[ran(size, size * 0.0004) for size in (96, 64)]).tokens() == 250
 
 
-def test_a_machine_that_becomes_slower_or_faster_is_followed_within_the_steps_that_count() -> None:
+def test_the_pace_follows_a_change_of_speed_within_the_counted_steps() -> None:
     slow = usual(0.02, 0.0008)
     assert learned(*usual(), *slow).tokens() == learned(*slow).tokens() == pytest.approx(125, abs=1)
     assert learned(*usual(), *slow, *usual()).tokens() == pytest.approx(225, abs=1)
 
 
 @pytest.mark.parametrize("sizes", [[512] * 30, [512] * 29 + [64]])
-def test_steps_come_to_the_bound_although_nearly_all_that_count_were_of_one_size(sizes: list[int]) -> None:
+def test_steps_reach_the_bound_after_many_steps_of_one_size(sizes: list[int]) -> None:
     pace = learned(*(ran(size, 0.01 + 0.0004 * size) for size in sizes))
     for _ in range(60):
         rows = pace.tokens()
@@ -147,9 +147,7 @@ def test_steps_come_to_the_bound_although_nearly_all_that_count_were_of_one_size
 
 
 @pytest.mark.parametrize("decodes", [0, 1, 8, 32, 48, 400])
-def test_a_machine_that_becomes_faster_is_followed_although_the_same_sequences_decode_in_every_step(
-    decodes: int,
-) -> None:
+def test_a_faster_machine_is_followed_while_the_same_sequences_decode(decodes: int) -> None:
     pace = learned()
     sizes = []
     for number in range(200):
@@ -162,7 +160,7 @@ def test_a_machine_that_becomes_faster_is_followed_although_the_same_sequences_d
 
 
 @pytest.mark.parametrize("pause", [0.03, 0.08, 1.0])
-def test_a_pause_in_the_one_step_that_is_unlike_the_others_leaves_no_long_steps(pause: float) -> None:
+def test_a_pause_in_the_only_unlike_step_causes_no_long_steps(pause: float) -> None:
     pace = learned(*[ran(512, 0.225)] * 23, ran(300, 0.14 + pause))
     for _ in range(30):
         rows = pace.tokens()
@@ -173,9 +171,7 @@ def test_a_pause_in_the_one_step_that_is_unlike_the_others_leaves_no_long_steps(
 @pytest.mark.parametrize(
     ("fixed", "tokens"), [(0.01, 450), (0.016, 420), (0.017, 425), (0.02, 500), (0.2, CHUNK)]
 )
-def test_what_every_step_costs_is_a_sixth_of_it_at_most_although_the_bound_is_passed(
-    fixed: float, tokens: int
-) -> None:
+def test_fixed_costs_take_at_most_a_sixth_even_beyond_the_bound(fixed: float, tokens: int) -> None:
     pace = learned(*(ran(size, fixed + 0.0002 * size) for size in (1, 100, 300, 512)))
     assert pace.tokens() == pytest.approx(tokens, abs=1)
 
@@ -194,7 +190,7 @@ def test_a_long_answer_does_not_displace_what_prompts_took() -> None:
     ),
     st.sampled_from([1e-6, 0.005, 0.1, 60.0]),
 )
-def test_whatever_steps_took_the_next_has_between_an_eighth_of_a_chunk_and_a_chunk_and_the_pace_recovers(
+def test_the_pace_stays_within_its_limits_and_recovers_after_any_steps(
     steps: list[tuple[int, int, float]], bound: float
 ) -> None:
     pace = learned(*(ran(prefill, seconds, decodes) for prefill, decodes, seconds in steps), bound=bound)
@@ -242,7 +238,7 @@ def prefilled(bench: Bench) -> dict[str, tuple[int, int]]:
     return {work.sequence.sequence_id: (work.start, work.end) for work in plan.prefills}
 
 
-def test_a_step_with_media_has_as_many_tokens_of_prompts_as_its_time_allows() -> None:
+def test_a_step_with_media_fits_its_prompt_tokens_into_its_time() -> None:
     bench = bench_of(100)
     media(bench, "image", 400)
     assert [prefilled(bench) for _ in range(2)] == [{"image": (0, 100)}, {"image": (100, 200)}]
@@ -292,7 +288,7 @@ def test_media_that_wait_for_features_leave_text_whole_chunks(atomic: list[tuple
     assert prefilled(bench) == {"text": (0, 512)}
 
 
-def test_a_short_text_runs_whole_in_the_next_step_and_leaves_media_the_rest() -> None:
+def test_a_short_text_runs_whole_in_the_next_step_beside_media() -> None:
     bench = bench_of(100)
     media(bench, "image", 600)
     prefilled(bench)
@@ -325,7 +321,7 @@ def test_the_oldest_prompt_with_media_has_its_turn_among_others_with_media() -> 
     ]
 
 
-def test_the_oldest_prompt_with_media_is_the_next_to_be_admitted_in_its_turn() -> None:
+def test_the_oldest_media_prompt_is_admitted_next_in_its_turn() -> None:
     bench = bench_of(100, max_sequences=1)
     for number in range(6):
         bench.add(f"text-{number}", 60)
@@ -346,7 +342,7 @@ def test_the_oldest_is_the_request_that_reached_its_gateway_first() -> None:
     assert steps[-1] == ["older"]
 
 
-def test_the_oldest_prompt_has_no_turn_where_steps_have_no_bound_or_it_has_no_media() -> None:
+def test_the_oldest_prompt_has_a_turn_only_with_a_bound_and_media() -> None:
     for bench in (bench_of(100), Bench(blocks=4000, chunk_tokens=512)):
         old = bench.add("old", 2000)
         if bench.scheduler.pace is None:
@@ -356,7 +352,7 @@ def test_the_oldest_prompt_has_no_turn_where_steps_have_no_bound_or_it_has_no_me
             assert [*prefilled(bench)] == [f"text-{number}"]
 
 
-def test_an_old_prompt_that_exceeds_a_chunk_has_its_turn_beside_media_too() -> None:
+def test_an_old_prompt_longer_than_a_chunk_has_its_turn_beside_media() -> None:
     bench = bench_of(100)
     bench.add("a chunk", CHUNK)
     bench.add("text", 2000)
@@ -366,9 +362,7 @@ def test_an_old_prompt_that_exceeds_a_chunk_has_its_turn_beside_media_too() -> N
     assert given == [*(None, None, None, (0, 100), None, None, None, (100, 200))]
 
 
-def test_a_turn_is_due_when_the_others_have_had_three_times_the_time_of_the_last_piece(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_turn_is_due_when_others_had_three_times_its_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_of(100)
     monkeypatch.setattr(Pace, "add", lambda pace, output: None)
     media(bench, "image", 1000)
@@ -387,7 +381,7 @@ def test_a_turn_is_due_when_the_others_have_had_three_times_the_time_of_the_last
     )
 
 
-def test_the_time_of_a_step_that_the_oldest_prompt_shares_is_divided_by_tokens() -> None:
+def test_the_time_of_a_shared_step_is_divided_by_tokens() -> None:
     bench = bench_of(100)
     media(bench, "image", 1000)
     bench.add("text", 40)
@@ -397,9 +391,8 @@ def test_the_time_of_a_step_that_the_oldest_prompt_shares_is_divided_by_tokens()
     assert bench.scheduler._others_seconds == pytest.approx(0.04)
 
 
-def test_a_short_text_and_a_piece_that_reads_a_long_context_share_a_step_of_at_most_twice_the_tokens() -> (
-    None
-):
+def test_a_shared_step_has_at_most_twice_the_tokens_of_its_bound() -> None:
+    """A short text shares a step with a piece that reads a long context, or with an atomic range."""
     for context, shared in ((100 * CONTEXT_DIVISOR, True), (190 * CONTEXT_DIVISOR, False)):
         bench = bench_of(100, blocks=20_000)
         video = media(bench, "video", 9000)
@@ -429,7 +422,7 @@ def test_waiting_media_are_not_looked_through_in_every_step() -> None:
     assert waits.media_ahead
 
 
-def test_an_atomic_range_longer_than_a_step_runs_beside_texts_in_each_fourth_step() -> None:
+def test_a_long_atomic_range_runs_beside_texts_in_each_fourth_step() -> None:
     bench = bench_of(100)
     media(bench, "image", 1000, atomic=[(0, 150), (150, 300), (300, 450)])
     steps = []
@@ -440,7 +433,7 @@ def test_an_atomic_range_longer_than_a_step_runs_beside_texts_in_each_fourth_ste
     assert sum(any(name.startswith("text") for name in step) for step in steps) == 9
 
 
-def test_an_atomic_range_longer_than_a_step_waits_for_nothing_where_it_is_alone() -> None:
+def test_a_long_atomic_range_alone_waits_for_nothing() -> None:
     bench = bench_of(100)
     media(bench, "image", 1000, atomic=[(0, 150)])
     assert prefilled(bench) == {"image": (0, 150)}
@@ -457,7 +450,7 @@ def test_pieces_grow_with_the_context_that_each_of_them_reads() -> None:
     assert max(end - start for start, end in pieces) == CHUNK
 
 
-def test_a_piece_that_is_too_short_for_its_context_waits_unless_it_is_the_last() -> None:
+def test_a_piece_too_short_for_its_context_waits_unless_it_is_last() -> None:
     bench = bench_of(100, blocks=20_000)
     for name, computed, ahead in (("long", 6400, 300), ("ends", 6400, 20)):
         sequence = media(bench, name, computed + ahead)
@@ -477,7 +470,7 @@ def test_a_prompt_that_is_not_ready_lends_its_longer_piece_to_nobody() -> None:
     assert prefilled(bench) == {"image": (0, 100)}
 
 
-def test_a_long_media_prompt_is_admitted_to_a_full_pool_although_a_text_comes_with_every_step() -> None:
+def test_a_long_media_prompt_enters_a_full_pool_beside_endless_texts() -> None:
     bench = bench_of(100, blocks=300, max_sequences=8)
     holder = bench.add("holder", 800, missing={0: (0, 799)})
     bench.step()
@@ -508,7 +501,7 @@ def test_a_prompt_that_is_preempted_is_bounded_again_and_ends() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
-def test_a_long_media_prompt_gets_a_place_and_ends_although_texts_always_wait_for_one(slots: int) -> None:
+def test_a_long_media_prompt_ends_although_texts_wait_for_every_place(slots: int) -> None:
     bench = bench_of(100, max_sequences=slots)
     video = media(bench, "video", 3000)
     number = 0
@@ -719,7 +712,7 @@ def machine(*, bounded: bool, max_sequences: int = 64, **more) -> Machine:
     return Machine(bench, **more)
 
 
-def test_texts_beside_a_flood_of_media_mostly_wait_for_two_steps_and_media_still_advance() -> None:
+def test_texts_beside_a_flood_of_media_mostly_wait_two_steps() -> None:
     bounded, unbounded = machine(bounded=True), machine(bounded=False)
     for one in (bounded, unbounded):
         one.serve(60.0, texts_every=0.4, media_at_once=4)
@@ -733,9 +726,8 @@ def test_texts_beside_a_flood_of_media_mostly_wait_for_two_steps_and_media_still
 
 
 @pytest.mark.parametrize("per_row", [0.0001, 0.001])
-def test_a_bounded_step_has_no_more_prompt_tokens_than_a_chunk_for_which_memory_is_measured(
-    per_row: float,
-) -> None:
+def test_a_bounded_step_has_at_most_a_chunk_of_prompt_tokens(per_row: float) -> None:
+    """Memory is measured for a chunk."""
     one = machine(bounded=True, per_row=per_row)
     one.ask("video", 40_000, of_media=True)
     one.serve(60.0, texts_every=0.02, media_at_once=2)
@@ -758,7 +750,7 @@ def seconds_beside_images(one: Machine, sequence: Sequence, images: int = 2) -> 
 
 
 @pytest.mark.parametrize("kind", ["text", "image first", "preempted"])
-def test_a_long_prompt_beside_a_flood_of_images_takes_no_longer_than_with_whole_chunks(kind: str) -> None:
+def test_a_long_prompt_beside_images_is_no_slower_than_with_whole_chunks(kind: str) -> None:
     seconds = []
     for bounded in (True, False):
         one = machine(bounded=bounded)
@@ -775,9 +767,7 @@ def test_a_long_prompt_beside_a_flood_of_images_takes_no_longer_than_with_whole_
     assert seconds[0] <= 1.1 * seconds[1]
 
 
-def test_texts_wait_no_longer_beside_one_long_video_than_with_whole_chunks_and_it_ends_nearly_as_soon() -> (
-    None
-):
+def test_beside_a_long_video_texts_wait_less_than_with_whole_chunks() -> None:
     waits, videos = [], []
     for bounded in (True, False):
         one = machine(bounded=bounded, per_row=0.0005, per_context=0.00001)
@@ -800,7 +790,7 @@ def test_texts_wait_no_longer_beside_one_long_video_than_with_whole_chunks_and_i
         pytest.param(0.0001, 0.0, 0.01, 16_000, 1.2, id="a fast machine"),
     ],
 )
-def test_a_large_prompt_with_media_ends_within_about_twice_the_time_of_whole_chunks_beside_as_many_texts(
+def test_a_large_media_prompt_beside_texts_at_most_doubles_its_time(
     per_row: float, per_context: float, texts_every: float, tokens: int, most: float
 ) -> None:
     seconds = []
@@ -814,16 +804,14 @@ def test_a_large_prompt_with_media_ends_within_about_twice_the_time_of_whole_chu
 
 
 @pytest.mark.parametrize("per_context", [0.0, 0.00002])
-def test_beside_a_flood_of_texts_videos_have_a_fourth_of_the_time_whatever_reading_their_context_takes(
-    per_context: float,
-) -> None:
+def test_beside_a_flood_of_texts_videos_have_a_fourth_of_the_time(per_context: float) -> None:
     one = machine(bounded=True, per_row=0.0005, per_context=per_context)
     one.serve(40.0, texts_every=0.015, media_at_once=1, media_tokens=30_000)
     assert len(one.bench.scheduler.waiting) > 100, "more than the machine can do"
     assert 0.2 < one.media_seconds / one.now < 0.35
 
 
-def test_media_beside_a_text_now_and_then_keep_most_of_the_throughput_of_whole_chunks() -> None:
+def test_media_beside_occasional_texts_keep_most_of_the_throughput() -> None:
     rates = []
     for bounded in (True, False):
         one = machine(bounded=bounded, per_row=0.0005)
@@ -857,9 +845,7 @@ def test_a_long_video_ends_beside_a_flood_of_texts(max_sequences: int) -> None:
 
 
 @pytest.mark.parametrize("fixed", [0.02, 0.09, 0.3])
-def test_media_keep_most_of_the_throughput_of_whole_chunks_whatever_a_step_costs_besides(
-    fixed: float,
-) -> None:
+def test_media_keep_most_of_the_throughput_at_any_fixed_cost(fixed: float) -> None:
     rates = []
     for bounded in (True, False):
         one = machine(bounded=bounded, fixed=fixed, per_row=0.0005)
@@ -868,7 +854,7 @@ def test_media_keep_most_of_the_throughput_of_whole_chunks_whatever_a_step_costs
     assert rates[0] > 0.75 * rates[1]
 
 
-def test_a_prompt_of_twice_the_length_takes_twice_as_long_although_pieces_read_their_context_anew() -> None:
+def test_a_prompt_of_twice_the_length_takes_about_twice_as_long() -> None:
     one = machine(bounded=True, per_context=0.00002, per_row=0.0005)
     one.seconds_of(8000)
     seconds = [one.seconds_of(tokens) for tokens in (2000, 4000, 8000, 16_000)]
@@ -919,16 +905,12 @@ def test_text_alone_has_the_same_steps_with_a_bound_and_without(prompts: list[Pr
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(PROMPTS, min_size=1, max_size=20))
-def test_media_alone_have_the_same_steps_with_a_bound_and_without_until_they_are_answered(
-    prompts: list[Prompt],
-) -> None:
+def test_media_alone_run_the_same_steps_with_and_without_a_bound(prompts: list[Prompt]) -> None:
     with_bound = timeline(prompts, bounded=True, of_media=True, answers=1)
     assert with_bound == timeline(prompts, bounded=False, of_media=True, answers=1)
 
 
-def test_each_request_with_media_that_comes_when_the_one_before_is_answered_has_the_steps_of_whole_chunks() -> (
-    None
-):
+def test_media_requests_one_after_another_run_in_whole_chunks() -> None:
     counts = []
     for bounded in (True, False):
         one = machine(bounded=bounded)
@@ -940,7 +922,7 @@ def test_each_request_with_media_that_comes_when_the_one_before_is_answered_has_
     assert counts == [60, 60], "three with the prompt and seven more for the answer"
 
 
-def test_where_a_whole_chunk_fits_into_the_bound_no_step_has_less_although_somebody_waits() -> None:
+def test_where_a_chunk_fits_the_bound_no_step_has_less() -> None:
     counts = []
     for bounded in (True, False):
         one = machine(bounded=bounded, fixed=0.02, per_row=0.0001)
@@ -952,7 +934,7 @@ def test_where_a_whole_chunk_fits_into_the_bound_no_step_has_less_although_someb
     assert tokens == pytest.approx(whole_tokens, abs=4 * CHUNK)
 
 
-def test_steps_are_bounded_for_a_while_after_a_text_and_beside_sequences_that_decode() -> None:
+def test_steps_are_bounded_for_a_while_after_texts_and_beside_decodes() -> None:
     bench = bench_of(100, prefix_cache=True)
     media(bench, "image", 2000)
     bounded = []
@@ -973,7 +955,7 @@ def test_steps_are_bounded_for_a_while_after_a_text_and_beside_sequences_that_de
     assert bench.scheduler.schedule().bounded, "its media are cached: it is text"
 
 
-def test_a_machine_that_is_half_as_fast_for_a_while_has_shorter_chunks_and_steps_as_long() -> None:
+def test_a_slowed_machine_gets_shorter_chunks_and_equally_long_steps() -> None:
     one = machine(bounded=True, fixed=0.008, per_row=0.0003)
     pace = one.bench.scheduler.pace
     assert pace is not None
@@ -988,7 +970,7 @@ def test_a_machine_that_is_half_as_fast_for_a_while_has_shorter_chunks_and_steps
 
 
 @pytest.mark.parametrize("turn", [0.02, BOUND])
-def test_texts_of_a_pod_that_takes_turns_wait_for_four_steps_and_four_turns_at_most(turn: float) -> None:
+def test_texts_on_a_shared_machine_wait_at_most_four_steps_and_turns(turn: float) -> None:
     one = machine(bounded=True, turn=turn)
     one.serve(60.0, texts_every=0.4, media_at_once=4)
     assert max(one.text_waits(since=2.0)) <= 4.2 * BOUND + 4 * turn

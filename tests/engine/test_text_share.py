@@ -68,7 +68,7 @@ def test_a_guided_prompt_that_waits_for_its_medium_is_owed_nothing() -> None:
         pytest.param(33, 99, 900, 900, "text", 33, id="until it is a token"),
     ],
 )
-def test_the_first_side_has_its_part_what_it_is_owed_and_what_the_other_leaves(
+def test_the_quota_of_the_first_side_includes_debts_and_leftovers(
     percent: int, owed: int, text: int, media: int, first: str, quota: int
 ) -> None:
     share = TextShare(percent, owed)
@@ -88,7 +88,7 @@ def test_the_first_side_has_its_part_what_it_is_owed_and_what_the_other_leaves(
         pytest.param((9000, 0), (True, True), -50_000, id="to either side"),
     ],
 )
-def test_what_one_side_had_too_much_is_owed_to_the_other_as_long_as_that_wants_it(
+def test_excess_is_owed_to_the_other_side_while_it_wants_it(
     had: tuple[int, int], wants: tuple[bool, bool], owed: int
 ) -> None:
     share = TextShare(30)
@@ -104,7 +104,7 @@ def test_what_is_owed_is_kept_while_smaller_steps_follow() -> None:
     assert share.owed_hundredths == 49_300, "but no more of it"
 
 
-def test_a_text_has_its_share_of_each_step_although_shorter_media_come_with_every_step() -> None:
+def test_a_text_keeps_its_share_although_shorter_media_keep_coming() -> None:
     steps = []
     for percent in (30, None):
         bench = bench_of(percent)
@@ -167,7 +167,7 @@ def test_a_prompt_is_begun_wherever_the_part_of_the_others_ends() -> None:
     assert prefilled(bench) == {"a": 20, "b": 20, "c": 10, "image": 50}
 
 
-def test_an_image_that_is_not_cut_runs_whole_and_text_has_afterwards_what_it_lost() -> None:
+def test_an_atomic_image_runs_whole_and_text_is_compensated_afterwards() -> None:
     bench = bench_of(50)
     bench.add("text", 5000)
     media(bench, "image", 800, atomic=[(80 * number, 80 * number + 80) for number in range(10)])
@@ -178,9 +178,7 @@ def test_an_image_that_is_not_cut_runs_whole_and_text_has_afterwards_what_it_los
     assert abs(of_text - of_image) <= 80
 
 
-def test_a_step_that_is_bounded_in_time_is_divided_too_and_the_oldest_prompt_has_its_turn_within_its_part() -> (
-    None
-):
+def test_a_bounded_step_is_divided_and_gives_the_oldest_its_turn() -> None:
     pace = Pace(StepBound.of_chunks(0.1, CHUNK))
     for tokens in (9 * 40, 40):
         pace.add(StepOutput(sequences=1, prefill_tokens=tokens, duration_seconds=0.1 * tokens / 40))
@@ -201,7 +199,7 @@ def test_a_step_that_is_bounded_in_time_is_divided_too_and_the_oldest_prompt_has
     prompts=st.lists(st.tuples(st.booleans(), st.integers(1, 400)), max_size=12),
     steps=st.integers(1, 30),
 )
-def test_each_step_has_the_share_of_text_and_the_rest_of_media_whatever_prompts_compete(
+def test_each_step_keeps_the_text_share_whatever_prompts_compete(
     percent: int, chunk_tokens: int, prompts: list[tuple[bool, int]], steps: int
 ) -> None:
     bench = bench_of(percent, chunk_tokens)

@@ -180,7 +180,7 @@ def test_busy_processes_keep_taking_turns(file: Path, steps: list[str]) -> None:
         assert taken >= 3
 
 
-async def test_an_engine_obeys_while_it_waits_for_its_turn_and_steps_in_it(
+async def test_an_engine_takes_commands_while_it_waits_for_its_turn(
     file: Path, other: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_turns, "PATIENCE_SECONDS", 60.0)

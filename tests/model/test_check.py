@@ -96,7 +96,7 @@ def test_a_video_with_unknown_placeholders_is_rejected_with_that_reason(
 
 
 @pytest.mark.parametrize("load", [load_encoder, load_language_model])
-def test_a_decoder_that_needs_more_than_the_split_gives_is_refused_at_the_start(
+def test_a_decoder_that_needs_more_than_the_split_gives_is_refused(
     load: Callable[..., object], outside: Checkpoint
 ) -> None:
     with pytest.raises(
@@ -135,7 +135,7 @@ def test_whatever_transformers_raises_is_a_line_of_the_report(
     assert prompts.items() <= _verdicts(run).items()
 
 
-def test_a_medium_that_was_compared_in_no_prompt_does_not_count_as_agreement(
+def test_a_medium_compared_in_no_prompt_does_not_count_as_agreement(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(frontend: HfFrontend, messages: Any, media: Any) -> Any:

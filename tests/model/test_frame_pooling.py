@@ -55,9 +55,7 @@ def feature(model: HfEncoderModel, film: zoo.Medium, laid: MediumLayout) -> Feat
 
 
 @pytest.mark.parametrize("arch", SINGLE_FRAMES)
-def test_the_feature_is_the_mean_of_the_frames_of_each_group_and_has_the_tokens_of_one(
-    arch: str, checkpoint: Checkpoint
-) -> None:
+def test_a_feature_is_the_mean_of_each_group_of_frames(arch: str, checkpoint: Checkpoint) -> None:
     film, choice = zoo.video(60, 40, 12, 3.0), SamplingChoice(num_frames=8)
     plain, grouped = encoder(checkpoint(arch), 1), encoder(checkpoint(arch), 4)
     before, laid = (laid_out(model, film, choice) for model in (plain, grouped))
@@ -73,9 +71,7 @@ def test_the_feature_is_the_mean_of_the_frames_of_each_group_and_has_the_tokens_
     assert laid.num_tokens == made.shape[0] < before.num_tokens / 3
 
 
-def test_frames_that_the_tower_is_given_belong_to_the_times_that_the_model_is_given(
-    checkpoint: Checkpoint,
-) -> None:
+def test_frames_for_the_tower_match_the_times_for_the_model(checkpoint: Checkpoint) -> None:
     film = zoo.video(60, 40, 12, 3.0)
     model = encoder(checkpoint("smolvlm"), 2)
     laid = laid_out(model, film, SamplingChoice(num_frames=6))
@@ -85,9 +81,7 @@ def test_frames_that_the_tower_is_given_belong_to_the_times_that_the_model_is_gi
 
 
 @pytest.mark.parametrize("arch", ["qwen2_5_vl", "gemma3", "voxtral", "llama"])
-def test_a_model_that_does_not_read_single_frames_names_the_field_and_the_remedy(
-    arch: str, checkpoint: Checkpoint
-) -> None:
+def test_a_model_that_does_not_read_single_frames_refuses_pooling(arch: str, checkpoint: Checkpoint) -> None:
     spec = ModelSpec(id=str(checkpoint(arch)), pooled_video_frames=2)
     with pytest.raises(UnsupportedModelError, match=r"spec\.model\.pooledVideoFrames: .*; remove it"):
         load_frontend(spec, MediaPolicy())

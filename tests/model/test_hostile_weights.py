@@ -116,7 +116,7 @@ def test_no_name_is_left_out_for_what_it_ends_with(url: str, tmp_path: Path) -> 
         fetch(f"{url}/lacking", tmp_path)
 
 
-def test_a_list_that_names_itself_and_a_token_that_ends_with_a_line_are_taken(
+def test_a_list_naming_itself_and_a_token_with_a_newline_are_accepted(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMD_WEIGHTS_TOKEN", "secret\n")

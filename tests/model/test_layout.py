@@ -276,9 +276,7 @@ OMNI = pytest.mark.parametrize("arch", ["qwen2_5_omni", "qwen3_omni_moe"])
 
 
 @OMNI
-def test_a_silent_video_beside_one_with_sound_has_the_positions_of_its_own(
-    arch: str, checkpoint: Checkpoint
-) -> None:
+def test_a_silent_video_beside_one_with_sound_keeps_its_positions(arch: str, checkpoint: Checkpoint) -> None:
     """transformers takes all videos of a prompt to have sound, or none; each is as it would be without the other."""
     served = zoo.serve(checkpoint(arch))
     silent, sounding = zoo.video(56, 56, 12, 6.0, 1), zoo.video_with_sound(60, 56, 18, 6.0, 45001, 2)
@@ -315,9 +313,7 @@ def test_a_silent_video_beside_one_with_sound_has_the_positions_of_its_own(
 
 
 @OMNI
-def test_the_sound_of_a_video_is_between_its_frames_and_counts_as_a_sound(
-    arch: str, checkpoint: Checkpoint
-) -> None:
+def test_the_sound_of_a_video_lies_between_its_frames(arch: str, checkpoint: Checkpoint) -> None:
     frontend = zoo.serve(checkpoint(arch)).frontend
     film, sound = zoo.video_with_sound(56, 56, 36, 6.0, 96000, 2)
     apart = frontend.layout(zoo.conversation(film, sound), [film.info, replace(sound.info, of_video=False)])

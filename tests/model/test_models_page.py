@@ -35,7 +35,7 @@ def test_the_page_lists_the_architectures_under_test_with_their_modalities() -> 
     assert documented() == zoo.MODALITIES
 
 
-def test_every_architecture_under_test_has_a_random_checkpoint_and_the_other_way_round() -> None:
+def test_architectures_under_test_and_random_checkpoints_are_the_same() -> None:
     recipes = runpy.run_path(str(ROOT / "examples" / "random_model.py"))["ARCHITECTURES"]
     assert recipes.keys() == zoo.MODALITIES.keys()
 

@@ -86,7 +86,7 @@ def test_the_form_is_found_in_template_and_tokenizer(
     assert found(template, tokens) == reasoning
 
 
-def test_a_template_that_refuses_what_is_probed_has_its_markers_all_the_same() -> None:
+def test_a_template_that_raises_on_probing_still_has_its_markers() -> None:
     refusing = "{{ raise_exception('no') }}</think>"
     assert found(refusing, {}) == Reasoning("<think>", "</think>", {}, True, "")
 

@@ -224,9 +224,7 @@ def test_an_encoder_computes_float32_without_tf32(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_feature_that_is_not_finite_fails_its_medium_before_an_engine_has_it(
-    checkpoint: Checkpoint, value: float
-) -> None:
+def test_a_feature_that_is_not_finite_fails_only_its_medium(checkpoint: Checkpoint, value: float) -> None:
     served = zoo.serve(checkpoint("llava"))
     assert served.encoder is not None
     media = []

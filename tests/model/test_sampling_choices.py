@@ -80,7 +80,7 @@ def assert_as_the_processor(
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("arch", WATCHING)
-def test_the_frames_are_those_of_the_models_own_processor_with_the_same_option(
+def test_chosen_frames_equal_those_of_the_models_processor(
     arch: str, option: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     assert_as_the_processor(zoo.serve(checkpoint(arch)), option)
@@ -163,7 +163,7 @@ def test_the_same_frames_are_the_same_plan_however_they_were_chosen(
         assert laid.sampling == plain.sampling
 
 
-def test_a_number_of_frames_is_refused_where_the_processor_samples_by_rate_alone(
+def test_a_frame_count_is_refused_where_frames_are_sampled_by_rate(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = load_frontend(ModelSpec(id=str(checkpoint("qwen2_vl"))), MediaPolicy())
@@ -214,7 +214,7 @@ def assert_resized(served: zoo.Served, choice: SamplingChoice, size: dict[str, i
     ids=str,
 )
 @pytest.mark.parametrize("arch", BOUNDING_PIXELS)
-def test_an_image_has_the_pixels_of_the_models_own_processor_with_the_same_bounds(
+def test_bounded_image_pixels_equal_those_of_the_models_processor(
     arch: str, bounds: dict[str, int], checkpoint: Checkpoint
 ) -> None:
     served = zoo.serve(checkpoint(arch))
@@ -389,7 +389,7 @@ def test_any_search_is_served_for_a_short_video(arch: str, total: int, checkpoin
             zoo.lowered(served, layout, [medium])  # raises when the tower returns other rows
 
 
-def test_times_in_the_prompt_are_those_of_the_frames_where_the_rate_varies(checkpoint: Checkpoint) -> None:
+def test_prompt_times_match_the_frames_where_the_rate_varies(checkpoint: Checkpoint) -> None:
     served, medium = zoo.serve(checkpoint("qwen3_vl")), film()
     slow = found(3, 12, 20, 21, times=lambda at: min(59, 2 * at))  # 6 a second on average, at first 3
     (text,) = (
@@ -433,7 +433,7 @@ SHARES = [MediaShare(pixels_percent=50), MediaShare(frames_percent=50), MediaSha
 
 @pytest.mark.parametrize("share", SHARES, ids=["pixels", "frames", "both"])
 @pytest.mark.parametrize("arch", BOUNDING_PIXELS)
-def test_a_share_of_a_video_has_so_many_pixels_and_frames_and_answers_about_it_equal_generate(
+def test_a_video_share_limits_pixels_and_frames_and_answers_equal_generate(
     arch: str, share: MediaShare, checkpoint: Checkpoint
 ) -> None:
     served, medium = zoo.serve(checkpoint(arch)), zoo.video(150, 110, 60, 6.0, 2)
@@ -455,9 +455,7 @@ def test_a_share_of_a_video_has_so_many_pixels_and_frames_and_answers_about_it_e
 
 
 @pytest.mark.parametrize("arch", SEEING)
-def test_a_share_of_an_image_has_so_many_pixels_where_the_processor_takes_a_number_of_them(
-    arch: str, checkpoint: Checkpoint
-) -> None:
+def test_a_share_of_an_image_limits_pixels_where_the_processor_can(arch: str, checkpoint: Checkpoint) -> None:
     served, picture = zoo.serve(checkpoint(arch)), zoo.image(150, 110, 3)
     (before,) = served.frontend.amounts([picture.info], [NO_CHOICE])
     choice = MediaShare(pixels_percent=50).of(NO_CHOICE, before)

@@ -124,7 +124,7 @@ def test_parts_of_one_video_share_a_run_with_other_videos(arch: str, checkpoint:
 
 @pytest.mark.parametrize("arch", ["qwen2_5_omni", "qwen3_omni_moe"])
 @pytest.mark.parametrize("rest", [0, 1, 2, 3, 4, 79, 99])
-def test_a_last_window_too_short_to_be_computed_alone_belongs_to_the_part_before(
+def test_a_last_window_too_short_alone_joins_the_part_before(
     arch: str, rest: int, checkpoint: Checkpoint
 ) -> None:
     served = zoo.serve(checkpoint(arch))
@@ -135,9 +135,7 @@ def test_a_last_window_too_short_to_be_computed_alone_belongs_to_the_part_before
     assert_equal(in_parts(served.encoder, medium, 1), whole)
 
 
-def test_sounds_that_their_tower_pads_to_the_longest_share_a_run_where_that_changes_none(
-    checkpoint: Checkpoint,
-) -> None:
+def test_padded_sounds_share_a_run_where_padding_changes_nothing(checkpoint: Checkpoint) -> None:
     """Qwen 3 Omni convolves what it pads the last chunk with: one chunk of 1 s or more is padded alone as it is beside others."""
     served = zoo.serve(checkpoint("qwen3_omni_moe"))
     keys = [

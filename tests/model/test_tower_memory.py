@@ -95,9 +95,7 @@ def test_the_estimate_covers_the_batches_that_can_come(
 
 
 @pytest.mark.parametrize("arch", ["qwen2_vl", "qwen3_vl", "llava"])
-def test_a_batch_of_media_of_some_size_has_the_most_work_that_any_can_have(
-    arch: str, checkpoint: Checkpoint
-) -> None:
+def test_a_measured_batch_has_the_most_work_that_any_can_have(arch: str, checkpoint: Checkpoint) -> None:
     """More than the largest medium alone, which leaves room in its batch for less than another."""
     model = load_encoder(ModelSpec(id=str(checkpoint(arch)), dtype="Float32"), CPU)
     policy, frontend = small_media(), model.frontend(small_media())
@@ -164,7 +162,7 @@ def test_a_pod_that_also_encodes_leaves_memory_for_its_tower() -> None:
     assert len([line for line in shown if "activations of the tower" in line]) == 1
 
 
-def test_a_pod_whose_tower_leaves_too_little_for_one_request_is_refused_with_its_bytes() -> None:
+def test_a_tower_that_leaves_too_little_for_one_request_is_refused() -> None:
     spec = _together("kv_cache_percent", 100)
     prefill = plan_memory.plan(spec, {}).pools[0]
     without_tower = prefill.weights_bytes + prefill.activation_bytes + PROCESS_BYTES
@@ -203,7 +201,7 @@ class SmallGpu:
         self.ran.append((batch[0].modality, elements, len(batch)))
 
 
-def test_a_medium_that_cannot_run_reserves_nothing_and_a_smaller_one_what_it_needs(
+def test_memory_is_reserved_for_the_largest_medium_that_runs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, policy, batching = (
@@ -224,9 +222,7 @@ def test_a_medium_that_cannot_run_reserves_nothing_and_a_smaller_one_what_it_nee
     assert "larger ones may fail" in caplog.text
 
 
-def test_a_gpu_that_does_not_hold_the_smallest_medium_is_refused_with_its_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_too_small_for_the_smallest_medium_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_encoder(ModelSpec(id="builtin/demo"), CPU)
     SmallGpu(monkeypatch, model, 10)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (5 * MEBIBYTE, 80 * MEBIBYTE))
@@ -257,9 +253,7 @@ def test_a_plan_names_the_medium_that_cannot_be_measured(
     )
 
 
-def test_a_tower_that_cannot_be_measured_at_all_is_not_printed_as_empty(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tower_that_cannot_be_measured_is_printed_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no kernel")
 

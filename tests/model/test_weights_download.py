@@ -130,7 +130,7 @@ def test_a_file_with_another_digest_is_deleted_and_downloaded_again(
     assert hashlib.sha256((folder / WEIGHTS).read_bytes()).digest() == hashlib.sha256(good).digest()
 
 
-def test_what_is_left_of_another_version_at_the_url_is_not_taken_for_this_one(
+def test_a_partial_download_of_another_version_is_not_continued(
     server: WeightsServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(downloading, "FILES_AT_ONCE", 1)
@@ -151,7 +151,7 @@ def test_what_is_left_of_another_version_at_the_url_is_not_taken_for_this_one(
         assert (folder / file.name).read_bytes() == file.read_bytes()
 
 
-def test_the_digest_is_that_of_the_file_and_not_of_what_was_received(
+def test_the_digest_is_computed_from_the_file_and_not_the_stream(
     server: WeightsServer, model: Path, tmp_path: Path
 ):
     """As where a node that lost its lock still writes to the same file."""
@@ -230,7 +230,7 @@ def test_a_model_that_lost_a_file_gets_that_file_again(server: WeightsServer, mo
     assert server.bytes_of(WEIGHTS) == before
 
 
-def test_a_model_larger_than_the_claim_names_the_claim_its_size_and_the_numbers(
+def test_a_model_larger_than_the_claim_names_the_claim_and_sizes(
     server: WeightsServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(downloading, "SPARE_BYTES", 2**60)

@@ -35,7 +35,7 @@ def test_promtool_sees_every_alert_fire_and_stay_quiet_as_the_cases_say(tmp_path
     promtool(tmp_path, "test", "rules", CASES.name)
 
 
-def test_no_alert_fires_of_a_pod_that_follows_the_leader_of_its_group(tmp_path: Path) -> None:
+def test_no_alert_fires_for_a_follower_of_a_group(tmp_path: Path) -> None:
     """It takes no requests and knows no NATS: what it has not is no fault of it."""
     text = Metrics(["follower"]).expose()[0].decode()
     place = {"namespace": "n", "deployment": "d", "pod": "d-0-1"}

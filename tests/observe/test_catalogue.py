@@ -151,7 +151,7 @@ def test_what_is_passed_through_keeps_its_names_for_every_scraper(accept: str) -
     assert samples["mmd_gateway_sequences", None] == 0
 
 
-def test_a_pod_exposes_what_belongs_to_its_roles_and_can_be_fed_the_rest() -> None:
+def test_a_pod_accepts_every_metric_and_exposes_those_of_its_roles() -> None:
     encoder = Metrics(("encode",))
     encoder.ttft.labels("text").observe(1)
     exposed = encoder.expose()[0].decode()

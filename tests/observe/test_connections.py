@@ -71,7 +71,7 @@ async def answer(stream: Stream) -> bytes:
     return data
 
 
-async def test_a_new_connection_takes_the_place_of_the_one_that_was_idle_for_longest(held: Held) -> None:
+async def test_a_new_connection_replaces_the_longest_idle_one(held: Held) -> None:
     busy, used, unused = [await held.connect() for _ in range(LIMIT)]
     await held.ask(busy, "slow")
     await held.begun.acquire()
@@ -174,9 +174,7 @@ class _Endless:
             await asyncio.sleep(0)
 
 
-async def test_a_client_that_reads_slowly_is_cut_off_at_the_deadline_of_the_whole_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_slow_reader_is_cut_off_at_the_answer_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WRITE_SECONDS", 2.0)
     monkeypatch.setattr(module, "MIN_READ_BYTES_PER_SECOND", 10**9)
     async with endless(monkeypatch, answer_seconds=1.0) as server:
@@ -186,9 +184,7 @@ async def test_a_client_that_reads_slowly_is_cut_off_at_the_deadline_of_the_whol
             await server.gone.wait()
 
 
-async def test_a_client_that_reads_on_is_not_cut_off_while_the_kernel_has_much_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_that_keeps_reading_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reading shows in the kernel's buffer alone, until a third of that is free."""
     monkeypatch.setattr(module, "WRITE_SECONDS", 1.0)
     monkeypatch.setattr(module, "MIN_READ_BYTES_PER_SECOND", 10**9)
@@ -202,7 +198,7 @@ async def test_a_client_that_reads_on_is_not_cut_off_while_the_kernel_has_much_f
 
 
 @pytest.mark.parametrize("bytes_per_second", [0, 400])
-async def test_a_client_that_stops_reading_or_hardly_reads_is_cut_off_in_time(
+async def test_a_client_that_hardly_reads_or_stops_reading_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, bytes_per_second: int
 ) -> None:
     monkeypatch.setattr(module, "WRITE_SECONDS", 3.0)
@@ -248,7 +244,7 @@ async def test_a_head_longer_than_the_limit_is_refused(held: Held) -> None:
     stream[1].close()
 
 
-async def test_a_client_that_still_sends_a_head_that_is_refused_gets_the_whole_answer(held: Held) -> None:
+async def test_a_client_still_sending_a_refused_head_gets_the_whole_answer(held: Held) -> None:
     reader, writer = await held.connect()
     head = f"GET /fast HTTP/1.1\r\nHost: {ADDRESS}\r\nX: ".encode() + b"x" * 2 * module.MAX_HEAD_BYTES
     writer.write(head)
@@ -265,7 +261,7 @@ async def test_a_client_that_still_sends_a_head_that_is_refused_gets_the_whole_a
     await until(lambda: not held.server._connections._open)
 
 
-async def test_a_request_whose_body_is_none_is_refused_and_its_answer_goes_nowhere(
+async def test_a_request_with_an_invalid_body_is_refused_and_its_answer_dropped(
     held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, writer = await held.connect()
@@ -281,7 +277,7 @@ async def test_a_request_whose_body_is_none_is_refused_and_its_answer_goes_nowhe
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_a_connection_whose_head_was_refused_is_closed_although_the_client_is_not(
+async def test_the_server_closes_a_connection_whose_head_was_refused(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REFUSED_SECONDS", 0.1)

@@ -41,7 +41,7 @@ ROWS = [
         ("`status.pools.encoder.lastDecision.effects[].rule`", "Name of the rule."),
     ],
 )  # fmt: skip
-def test_a_text_that_people_may_read_is_on_the_page_under_its_name(name: str, words: str) -> None:
+def test_a_text_for_people_is_on_the_page_under_its_name(name: str, words: str) -> None:
     assert any(name in row[0].split(" or ") and words in row[-1] for row in ROWS), f"{name}: {words}"
 
 

@@ -62,7 +62,7 @@ def test_a_json_line_can_be_shown_on_a_terminal():
     assert out.getvalue().rstrip("\n").isprintable()
 
 
-async def test_a_json_line_carries_pod_and_the_ids_of_its_request_also_in_tasks(json_log):
+async def test_json_lines_carry_pod_and_request_ids_even_in_tasks(json_log):
     log = logging.getLogger("mmd.test")
 
     async def work():

@@ -101,7 +101,7 @@ async def test_a_handshake_has_a_deadline(serving: Serving, monkeypatch: pytest.
     writer.close()
 
 
-async def test_handshakes_take_turns_of_a_few_milliseconds_between_which_the_loop_goes_on() -> None:
+async def test_handshakes_take_short_turns_and_let_the_loop_go_on() -> None:
     now, done = 0.0, []
 
     def step(number: int) -> None:
@@ -186,7 +186,7 @@ async def test_what_a_client_sends_before_its_turn_is_not_kept(
     waiting.pop()()
 
 
-async def test_a_client_that_does_not_read_is_cut_off_and_what_it_holds_is_bounded(
+async def test_a_client_that_does_not_read_is_bounded_and_cut_off(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WRITE_SECONDS", 1.0)

@@ -63,7 +63,7 @@ class TestServed:
         assert spans["encode"].attributes["mmd.tower_ms"] > 0
         assert spans["kv_transfer"].attributes["mmd.bytes"] > 0
 
-    def test_without_a_client_trace_one_is_started_and_is_in_logs_and_timeline(
+    def test_without_a_client_trace_logs_and_timeline_share_a_new_one(
         self, observed: Deployment, collector: Collector
     ) -> None:
         answer = ask(observed, "What is 5?")

@@ -250,7 +250,7 @@ class TestServed:
         assert "ttft within 2000 ms" in figures
         assert "Time to first token" in page.read_text()
 
-    def test_the_printed_configuration_finds_every_pod_and_the_report_is_written_from_it(
+    def test_the_printed_configuration_finds_every_pod_and_feeds_a_report(
         self, observed: Deployment, tmp_path: Path
     ) -> None:
         printed = mmd(

@@ -66,7 +66,7 @@ def ask(deployment: Deployment, name: str, question: oracle.Question, tokens: in
     )
 
 
-def test_requests_for_adapters_and_for_the_model_answer_as_the_merged_models_do_at_once_and_again(
+def test_concurrent_requests_for_adapters_answer_as_the_merged_models_do(
     deployment: Deployment, checkpoint: Path, folders: dict[str, Path]
 ) -> None:
     """Again: from the prefix cache, which has the same prompt of all three."""
@@ -110,7 +110,7 @@ def test_up_starts_nothing_with_an_adapter_of_a_kind_that_vllm_refuses(
     assert not lines
 
 
-def test_an_adapter_of_a_tower_ends_its_pod_with_one_line_that_names_the_first_tensor(
+def test_an_adapter_of_a_tower_ends_its_pod_naming_the_tensor(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "MAX_FUTILE_STARTS", 1)

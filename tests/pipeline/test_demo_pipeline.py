@@ -89,7 +89,7 @@ def test_sixteen_mixed_requests_at_once_all_equal_generate(demo: Deployment) -> 
     assert answers == expected
 
 
-def test_one_question_about_an_image_a_video_and_a_sound_together_equals_generate(demo: Deployment) -> None:
+def test_a_question_about_image_video_and_sound_equals_generate(demo: Deployment) -> None:
     samples = [draw(kind, 7) for kind in KINDS]  # type: ignore[arg-type]
     everything = [content(sample)[0] for sample in samples] + [
         {"type": "text", "text": "What do you see and hear?"}
@@ -166,7 +166,7 @@ def _video_part(data: bytes) -> dict[str, Any]:
     }
 
 
-def test_a_prompt_finds_its_prefix_where_its_own_salt_has_been_and_nowhere_else(demo: Deployment) -> None:
+def test_a_cached_prefix_is_found_only_under_its_own_salt(demo: Deployment) -> None:
     sample, question = draw("image", 8), "Describe what you see, from the left to the right. " * 20
 
     def cached(salt: str) -> int:
@@ -313,7 +313,7 @@ def ask_long(demo: Deployment, **options: Any) -> Any:
     )
 
 
-def test_the_deadline_of_a_client_frees_what_its_request_holds_in_all_pods(demo: Deployment) -> None:
+def test_a_clients_deadline_frees_its_request_in_all_pools(demo: Deployment) -> None:
     with pytest.raises(openai.APIStatusError) as ended:
         ask_long(demo, extra_headers={"x-request-timeout": "0.5"})
     assert (ended.value.status_code, ended.value.code) == (504, "deadline_exceeded")
@@ -338,7 +338,7 @@ def test_every_phase_of_a_request_is_in_its_timeline(demo: Deployment) -> None:
     assert all(phase["detail"]["wire_seconds"] > 0 < phase["detail"]["bytes"] for phase in moved)
 
 
-def test_the_questions_of_the_end_to_end_test_need_the_port_of_clients_only(
+def test_the_end_to_end_questions_need_only_the_clients_port(
     demo: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["questions.py", demo.gateway_url])

@@ -121,7 +121,7 @@ REFUSALS = {
         for name, case in REFUSALS.items()
     ],
 )
-def test_what_vllm_refuses_at_its_start_is_what_its_condition_and_mmd_up_report(
+def test_conditions_and_mmd_up_report_why_vllm_refuses_to_start(
     case: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "MAX_FUTILE_STARTS", 1)

@@ -107,7 +107,7 @@ def chosen(sample: Sample, **choice: int) -> list[dict[str, Any]]:
     ],
     ids=["half the frames", "half the pixels", "no image", "no video"],
 )
-def test_a_medium_too_large_for_the_towers_memory_is_left_out_as_the_policy_says(
+def test_a_medium_too_large_for_the_tower_is_reduced_or_omitted(
     deployment: Deployment, policy: str, sample: Sample, alike: list[dict[str, Any]], stream: bool
 ) -> None:
     set_policy(deployment, policy)
@@ -134,9 +134,7 @@ def test_half_of_the_pixels_of_each_frame_are_enough_for_a_video(deployment: Dep
 
 
 @pytest.mark.parametrize("policy", ["Fail", "DegradeFrames"])
-def test_an_image_that_the_policy_does_not_help_ends_its_request_with_the_towers_error(
-    deployment: Deployment, policy: str
-) -> None:
+def test_an_image_that_no_policy_helps_ends_its_request(deployment: Deployment, policy: str) -> None:
     set_policy(deployment, policy)
     response = ask(deployment, content(IMAGE))
     assert response.status_code == 422, response.text

@@ -121,7 +121,7 @@ def test_the_pages_of_a_pdf_are_what_their_images_are(deployment: Deployment) ->
     assert_nothing_held(deployment)
 
 
-def test_a_file_is_encoded_on_upload_and_its_first_question_finds_its_feature(deployment: Deployment) -> None:
+def test_a_file_is_encoded_on_upload_for_its_first_question(deployment: Deployment) -> None:
     client, sample = deployment.client(), draw("image", 8103)
     (encoder,) = deployment.pods("encoder")
     before = tower_seconds(encoder)

@@ -98,7 +98,7 @@ def test_a_long_prompt_is_handed_over(whole: Deployment) -> None:
     assert since(whole, before) == {"handed over": 1}
 
 
-def test_another_question_about_an_image_goes_to_the_decode_pod_that_has_its_kv(whole: Deployment) -> None:
+def test_another_question_goes_to_the_decode_pod_with_the_images_kv(whole: Deployment) -> None:
     sample = draw("image", 6001)
     image, _ = content_of(sample)
     before = counts(whole)
@@ -122,7 +122,7 @@ def test_another_question_about_an_image_goes_to_the_decode_pod_that_has_its_kv(
     assert "returned" not in since(whole, before)
 
 
-def test_a_stream_continues_when_the_decode_pod_that_computed_its_prompt_is_killed(whole: Deployment) -> None:
+def test_a_stream_survives_the_decode_pod_that_computed_its_prompt(whole: Deployment) -> None:
     text, before = "Say something long.", counts(whole)
     options = {"max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
     undisturbed = "".join(text_of(chunk) for chunk in ask(whole, text, **options))

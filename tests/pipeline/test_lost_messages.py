@@ -239,7 +239,7 @@ def test_a_lost_message_costs_no_request_and_nothing_stays_held(
 
 
 @pytest.mark.parametrize(("kind", "match"), WORST_CASES)
-def test_a_message_server_killed_at_that_message_costs_no_request_and_nothing_stays_held(
+def test_a_message_server_killed_at_any_message_costs_no_request(
     deployment: Deployment, proxy: LossyProxy, kind: type, match: Match
 ) -> None:
     server = deployment.local.nats

@@ -35,7 +35,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
         yield running
 
 
-def test_servers_are_killed_one_by_one_and_all_at_once_and_no_answer_is_wrong(deployment: Deployment) -> None:
+def test_nats_servers_killed_singly_and_together_cause_no_wrong_answer(deployment: Deployment) -> None:
     cluster = deployment.local.nats
     assert isinstance(cluster, NatsCluster)
     with Askers(deployment, SAMPLES) as askers:

@@ -84,7 +84,7 @@ def settle(deployment: Deployment, least: float = 0) -> None:
     wait_until(settled, "the indexes of prefixes have settled")
 
 
-def test_a_long_prompt_goes_to_the_pod_that_has_it_until_it_is_evicted_there(deployment: Deployment) -> None:
+def test_a_long_prompt_goes_where_it_is_cached_until_evicted(deployment: Deployment) -> None:
     text = prompt(0, 1300)
     first, tokens, cached = ask(deployment, text)
     assert tokens > (FORMER_SAMPLE + 8) * BLOCK_TOKENS

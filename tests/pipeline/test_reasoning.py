@@ -119,7 +119,7 @@ def test_answers_match_their_schema_after_the_reasoning(native: list[Answer]) ->
 
 
 @needs_vllm
-def test_answers_of_vllm_match_their_schema_after_the_reasoning_and_are_those_of_the_native_engine(
+def test_vllm_answers_after_reasoning_match_schemas_and_the_native_engine(
     native: list[Answer], with_reasoning: Path, tmp_path: Path
 ) -> None:
     found = answers_of("VLLM", with_reasoning, tmp_path)

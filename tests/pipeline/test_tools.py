@@ -96,7 +96,7 @@ def test_forced_calls_match_their_schemas(native: list[Calls]) -> None:
 
 
 @needs_vllm
-def test_forced_calls_of_vllm_match_their_schemas_and_are_those_of_the_native_engine(
+def test_forced_calls_of_vllm_match_schemas_and_the_native_engine(
     native: list[Calls], with_tools: Path, tmp_path: Path
 ) -> None:
     found = calls_of("VLLM", with_tools, tmp_path)

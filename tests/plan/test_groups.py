@@ -34,7 +34,7 @@ def test_native_replicas_are_single_pods():
     assert spec.group_size("decode") == 1
 
 
-def test_ranks_that_no_whole_number_of_pods_has_are_refused_with_the_field_and_the_remedy():
+def test_ranks_that_fill_no_whole_number_of_pods_are_refused():
     with pytest.raises(InvalidDeploymentError) as refused:
         deployment(spec_of(4, 6))
     (fault,) = refused.value.faults
@@ -42,7 +42,7 @@ def test_ranks_that_no_whole_number_of_pods_has_are_refused_with_the_field_and_t
     assert "set decode.gpus to a divisor of their product" in fault.message
 
 
-def test_another_number_of_pods_of_a_replica_is_another_revision_and_another_split_of_one_pod_is_not():
+def test_the_revision_depends_on_pods_per_replica_and_not_their_split():
     one, other = (pipeline_revision(deployment(spec_of(4, tensor, 4 // tensor)).spec) for tensor in (4, 2))
     assert one == other
     two, four = (pipeline_revision(deployment(spec_of(gpus, 8)).spec) for gpus in (4, 2))

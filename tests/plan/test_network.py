@@ -65,7 +65,7 @@ class Planned:
 
 @pytest.mark.parametrize("egress", ["Open", "Restricted"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_data_ports_of_pods_with_kv_take_such_pods_alone_and_other_ports_whom_they_took(layout, egress):
+def test_data_ports_of_pods_with_kv_admit_only_such_pods(layout, egress):
     plan = Planned({**LAYOUTS[layout], "network": {"egress": egress}})
     assert {"decode", "gateway", "nats"} <= set(plan.pods)
     leader_and_follower = [Place(t["metadata"]["labels"]) for t in plan.group]

@@ -124,7 +124,7 @@ def test_every_pod_mounts_the_configuration_of_its_component_and_no_other(d):
         assert (config.namespace, config.name, config.revision) == ("somewhere", d.metadata.name, revision)
 
 
-def test_a_component_cannot_read_a_field_that_is_not_declared_as_its_own():
+def test_a_component_reads_only_fields_declared_as_its_own():
     d = deployment({"slo": {"ttftMilliseconds": 5}, "gateway": {"maxRetries": 1}, "encoder": {"gpus": 0}})
     gateway = PipelineConfig.of(d.spec, "somewhere", "sample", "gateway").spec
     assert (gateway.slo.ttft_milliseconds, gateway.gateway.max_retries) == (5, 1)
@@ -145,7 +145,7 @@ def test_a_component_cannot_read_a_field_that_is_not_declared_as_its_own():
         (("encoder", "prefill"), {"encoder": "encode", "prefill": "prefill", "decode": "decode"}),
     ],
 )
-def test_a_pool_that_is_left_out_is_served_by_the_next_one_downstream(pools, expected):
+def test_an_omitted_pool_is_served_by_the_next_one_downstream(pools, expected):
     spec = {pool: {"gpus": 0} for pool in pools} | {"transfer": {"kv": {"backend": "Gloo"}}}
     assert worker_arguments(plan_objects(deployment(spec), "x")) == expected
 
@@ -274,7 +274,7 @@ def nats_container(d):
     return stateful_set(d, "nats")["spec"]["template"]["spec"]["containers"][0]
 
 
-def test_every_server_of_a_nats_cluster_has_a_name_that_stays_and_clients_have_all_of_them():
+def test_servers_of_a_nats_cluster_have_stable_names_that_clients_know():
     objects = plan_objects(deployment({"nats": {"replicas": 3}}), "somewhere")
     services = {o["metadata"]["name"]: o["spec"] for o in of_kind(objects, "Service")}
     names = [f"sample-nats-{number}" for number in range(3)]
@@ -291,7 +291,7 @@ def test_every_server_of_a_nats_cluster_has_a_name_that_stays_and_clients_have_a
     assert urls == ",".join(f"nats://{host}:4222" for host in hosts)
 
 
-def test_servers_of_a_nats_cluster_prefer_nodes_of_their_own_and_are_replaced_one_at_a_time():
+def test_nats_servers_spread_over_nodes_and_are_replaced_one_by_one():
     spec = stateful_set(deployment({"nats": {"replicas": 3}}), "nats")["spec"]
     assert (spec["replicas"], spec["updateStrategy"]) == (3, {"type": "RollingUpdate"})
     pod = spec["template"]["spec"]
@@ -306,7 +306,7 @@ def test_servers_of_a_nats_cluster_prefer_nodes_of_their_own_and_are_replaced_on
 
 
 @pytest.mark.parametrize(("storage_class", "written"), [(None, {}), ("fast", {"storageClassName": "fast"})])
-def test_the_store_of_nats_is_on_a_claim_of_each_server_where_the_spec_has_one(storage_class, written):
+def test_each_nats_server_stores_on_its_own_claim_where_specified(storage_class, written):
     nats = {"replicas": 3, "storage": "PersistentVolumeClaim", "storageMebibytes": 1000}
     spec = stateful_set(deployment({"nats": {**nats, "storageClassName": storage_class}}), "nats")["spec"]
     (claim,) = spec["volumeClaimTemplates"]
@@ -317,7 +317,7 @@ def test_the_store_of_nats_is_on_a_claim_of_each_server_where_the_spec_has_one(s
     assert [v["name"] for v in spec["template"]["spec"]["volumes"]] == ["config"]
 
 
-def test_a_secret_of_one_server_gets_the_password_of_routes_and_no_other_changes():
+def test_growing_nats_adds_the_routes_password_and_changes_no_other():
     one, three = (
         of_kind(plan_objects(deployment({"nats": {"replicas": n}}), "x"), "Secret")[0] for n in (1, 3)
     )
@@ -347,7 +347,7 @@ def test_the_nats_server_cannot_be_starved_by_other_pods(resources, asked):
     assert container["spec"]["containers"][0]["resources"]["requests"] == asked
 
 
-def test_the_volume_of_nats_has_room_for_the_holes_that_removed_messages_leave():
+def test_the_nats_volume_has_room_for_holes_of_removed_messages():
     pod = stateful_set(deployment({"nats": {"storageMebibytes": 1000}}), "nats")["spec"]["template"]["spec"]
     (limit,) = (v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if v["name"] == "store")
     assert int(limit.removesuffix("Mi")) >= 2150, "its files took so much of 1000 MiB when they came and went"
@@ -394,7 +394,7 @@ def test_a_gateway_may_finish_a_request_that_came_at_the_last_moment(timeout: in
     assert timeout < drain <= pod["terminationGracePeriodSeconds"] - leaving
 
 
-def test_a_gateway_with_tls_mounts_its_secret_whole_and_is_probed_on_the_port_that_stays_plain():
+def test_a_tls_gateway_mounts_its_secret_and_is_probed_over_http():
     objects = plan_objects(deployment({"gateway": {"tls": {"secretName": "gateway-tls"}}}), "somewhere")
     (gateway,) = of_kind(objects, "Deployment")
     pod = gateway["spec"]["template"]["spec"]
@@ -426,7 +426,7 @@ def test_a_gateway_with_tls_mounts_its_secret_whole_and_is_probed_on_the_port_th
         ),
     ],
 )
-def test_encoder_pods_alone_have_the_disk_of_their_cache_with_a_folder_each(disk, source):
+def test_only_encoder_pods_have_a_cache_disk_with_separate_folders(disk, source):
     spec = {
         "encoder": {"cache": {"disk": disk}},
         "prefill": {"gpus": 0, "localEncodeTokens": 64},

@@ -140,7 +140,7 @@ def test_entries_of_one_key_that_the_api_tells_apart_stay_apart():
     assert merged([tcp, udp], [{**udp, "name": "dns"}], "ports") == [tcp, {**udp, "name": "dns"}]
 
 
-def test_a_variable_gets_another_source_in_place_of_its_value_and_the_reverse():
+def test_a_variables_value_and_source_replace_each_other():
     source = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
     value = {"name": "A", "value": "1"}
     assert merged([value], [source], "env") == [source]

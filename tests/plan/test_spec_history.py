@@ -23,7 +23,7 @@ def raw(of: MultimodalDeployment) -> dict[str, Any]:
 
 @settings(max_examples=15, deadline=None)
 @given(valid_deployments(), valid_deployments())
-def test_a_restored_spec_is_to_pods_the_recorded_one_and_keeps_what_no_pod_reads(one, other):
+def test_a_restored_spec_takes_from_the_record_what_pods_read(one, other):
     made = restored(raw(one), raw(other))
     back = MultimodalDeployment.model_validate(
         {**one.model_dump(mode="json", by_alias=True, exclude_none=True), "spec": made},
@@ -57,7 +57,7 @@ def test_a_change_is_recorded_if_pods_read_it(change, same):
     assert (spec_digest(changed.spec) == spec_digest(deployment(SPEC).spec)) is same
 
 
-def test_sizes_deadlines_and_budgets_of_pods_need_no_rollout_except_the_servers_of_nats():
+def test_sizes_and_deadlines_need_no_rollout_except_nats_servers():
     """Budgets of bytes belong to the processes, and `nats.replicas` to the addresses that all pods start with."""
     paths = [
         p for p in spec_paths() if p.endswith(("eplicas", "DeadlineSeconds", "Budget", "BudgetMebibytes"))
@@ -69,7 +69,7 @@ def test_sizes_deadlines_and_budgets_of_pods_need_no_rollout_except_the_servers_
     assert {"gateway.replicas", "prefill.startDeadlineSeconds", "gpuBudget"} <= set(paths)
 
 
-def test_a_pool_that_comes_back_has_its_recorded_size_and_one_that_stays_its_present_size():
+def test_a_returning_pool_gets_its_recorded_size_and_others_keep_theirs():
     recorded = {"encoder": {"gpus": 0, "replicas": 4}, "decode": {"gpus": 0, "replicas": 2}}
     present = {
         "decode": {"gpus": 1, "autoscaling": {"maxReplicas": 9}},
@@ -83,7 +83,7 @@ def test_a_pool_that_comes_back_has_its_recorded_size_and_one_that_stays_its_pre
     }
 
 
-def test_fields_that_only_a_newer_release_knows_come_back_as_they_were_recorded():
+def test_fields_of_a_newer_release_come_back_as_recorded():
     assert restored({"a": 1, "decode": {"b": 1}}, {"c": 2, "decode": {"b": 2}}) == {
         "c": 2,
         "decode": {"b": 2},

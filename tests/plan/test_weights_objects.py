@@ -36,7 +36,7 @@ def variables(container: dict[str, Any]) -> dict[str, Any]:
     return {v["name"]: v.get("value", v.get("valueFrom")) for v in container["env"]}
 
 
-def test_the_operator_makes_a_claim_that_many_nodes_may_mount_and_keeps_it_over_revisions():
+def test_the_weights_claim_is_shared_by_nodes_and_outlives_revisions():
     objects = cached({"sizeGibibytes": 200, "storageClassName": "nfs"})
     (claim,) = of_kind(objects, "PersistentVolumeClaim")
     assert claim["metadata"]["name"] == "sample-weights"
@@ -66,7 +66,7 @@ def test_the_job_alone_has_the_token_and_writes_to_the_claim():
         assert mount == {"name": "models", "mountPath": MODELS_FOLDER, "readOnly": True}
 
 
-def test_the_job_is_restricted_and_ends_without_a_retry_where_that_cannot_help():
+def test_the_job_is_restricted_and_retries_only_where_that_helps():
     spec = job_of(cached({"claimName": "shared"}))["spec"]
     pod = spec["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False
@@ -118,7 +118,7 @@ def test_adapters_of_the_hub_are_downloaded_beside_the_model():
     ]
 
 
-def test_a_url_comes_with_a_bearer_token_and_the_variables_of_its_store():
+def test_a_url_comes_with_a_bearer_token_and_store_credentials():
     model = {
         "id": "org/llava",
         "storage": {

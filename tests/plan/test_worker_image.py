@@ -29,7 +29,7 @@ def named(written: str, found: str | None, policy: str = "IfNotPresent") -> str:
         ("team/worker:v1", f"docker.io/team/worker@{DIGEST}", f"team/worker@{DIGEST}"),
     ],
 )
-def test_an_image_of_a_registry_is_named_by_the_digest_that_the_revision_began_with(written, found, name):
+def test_a_registry_image_is_named_by_the_pinned_digest(written, found, name):
     assert named(written, found) == name
 
 
@@ -56,5 +56,5 @@ def test_an_image_that_is_never_pulled_keeps_its_name():
     )
 
 
-def test_before_a_revision_is_pinned_its_image_has_the_name_of_the_spec():
+def test_an_unpinned_revision_uses_the_image_name_of_the_spec():
     assert worker_image(ImageSpec(worker="ghcr.io/team/worker:v1"), None) == "ghcr.io/team/worker:v1"

@@ -80,7 +80,7 @@ def test_a_deployment_is_ready_while_every_component_has_one_ready_pod():
     assert found.message == f"gateway 1/1, encoder 1/2, prefill 1/2, decode 1/2; revision {NEW}"
 
 
-def test_a_pool_at_zero_and_an_external_nats_server_do_not_prevent_ready():
+def test_empty_pools_and_an_external_nats_server_do_not_prevent_ready():
     seen = observed(nats=0)
     zero = child_of("StatefulSet", workload("StatefulSet", "encoder", NEW, replicas=0))
     seen = replace(seen, children={**seen.children, zero.key: zero})
@@ -177,7 +177,7 @@ def test_progress_is_reported(of, status, reason, words):
     assert stalled == expected
 
 
-def test_without_a_plan_progressing_has_its_problem_and_the_gateway_names_what_serves():
+def test_without_a_plan_conditions_name_the_problem_and_serving_revision():
     of = replace(facts(observed(OLD), problems=(CRASH,)), step=None)
     found = condition("Progressing", of)
     assert (found.status, found.reason, found.message) == ("False", "CrashLoop", str(CRASH))
@@ -192,7 +192,7 @@ def test_problems_come_before_fields_that_this_operator_does_not_know():
     assert condition("Degraded", replace(newer, problems=(CRASH,))).reason == "CrashLoop"
 
 
-def test_a_pool_is_ready_when_all_its_pods_are_and_names_its_own_problems_else():
+def test_a_pool_is_ready_with_all_pods_or_names_its_problem():
     assert condition("DecodeReady", facts()).reason == "AllReady"
     short = observed(decode=1)
     starting = condition("DecodeReady", facts(short))
@@ -271,7 +271,7 @@ def test_a_message_is_cut_to_what_the_schema_takes():
     assert cut.message == "x" * 1024
 
 
-def test_the_status_of_a_pool_counts_all_revisions_and_the_pods_that_leave():
+def test_the_status_of_a_pool_counts_all_revisions_and_draining_pods():
     old = child_of("StatefulSet", workload("StatefulSet", "decode", OLD, replicas=3, ready=1))
     leaving = (
         pod(name="demo-decode-0", deleting=True),
@@ -449,6 +449,6 @@ def test_a_deployment_that_needs_no_key_is_ready_and_not_degraded():
 
 
 @pytest.mark.parametrize(("phase", "finished"), [("Failed", True), ("Succeeded", True), ("Running", False), ("Pending", False)])  # fmt: skip
-def test_a_pod_that_was_evicted_is_finished_and_one_that_starts_is_not(phase, finished):
+def test_an_evicted_pod_is_finished_and_a_starting_one_is_not(phase, finished):
     metadata = {"name": "g-0", "uid": "u", "namespace": "default", "labels": {}}
     assert pod_of({"metadata": metadata, "status": {"phase": phase}}).finished is finished

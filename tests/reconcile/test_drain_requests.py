@@ -49,7 +49,7 @@ async def after(
     return cluster.asked, events
 
 
-async def test_a_request_that_is_removed_again_and_again_is_repeated_at_growing_intervals() -> None:
+async def test_a_request_removed_repeatedly_is_renewed_at_growing_intervals() -> None:
     assert (await after(FREE_REPAIRS, "demo-decode-1"))[0] == ["demo-decode-1"] * FREE_REPAIRS
     asked, events = await after(150, "demo-decode-1")
     assert FREE_REPAIRS < len(asked) < 15

@@ -53,7 +53,7 @@ NOW_AS_TIME = decision([]).time
 HELD = "a pool at its minimum stays there; Schedule where a schedule sets it (1 replica instead of 0)"
 
 
-def test_every_rule_is_printed_in_the_order_in_which_it_applied_with_its_limit_and_sentence() -> None:
+def test_applied_rules_are_printed_in_order_with_limit_and_sentence() -> None:
     effects = [
         AppliedRule.of(rule, "1 replica", limit) for rule, limit in zip(ALL_RULES, LIMITS * 2, strict=False)
     ]
@@ -144,7 +144,7 @@ def test_a_step_that_acts_is_printed_with_its_sentence(step: Any) -> None:
     assert [line.strip().partition(":")[0] for line in text if line.startswith("    ")] == names
 
 
-def test_a_rollout_in_which_no_step_acts_and_a_paused_one_print_no_step() -> None:
+def test_idle_and_paused_rollouts_print_no_step() -> None:
     children = [
         child_of("StatefulSet", b) for b in (workload("StatefulSet", "nats", None), *pools(AFTER, decode=2))
     ]
@@ -171,7 +171,7 @@ def test_all_conditions_are_printed_in_the_order_of_the_api() -> None:
     assert tuple(name for name in types if name in CONDITIONS) == CONDITIONS
 
 
-def test_a_pool_that_is_held_shows_the_decision_that_holds_it_once_it_is_steady() -> None:
+def test_a_held_pool_shows_the_decision_that_holds_it_once_steady() -> None:
     words = Words(encoder={"encode_work_per_second": {"video": 100.0}})
     words.queued = 700.0
     made = scaling(words)

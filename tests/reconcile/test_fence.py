@@ -63,9 +63,7 @@ class Lease:
 
 
 @pytest.mark.parametrize("method", ["apply", "delete"])
-async def test_a_write_that_waited_for_a_connection_is_not_sent_after_the_lease_was_lost(
-    door: Door, method: str
-):
+async def test_a_write_waiting_for_a_connection_is_not_sent_without_the_lease(door: Door, method: str):
     lease = Lease()
     async with asyncio.timeout(20), api_client(lease.fence) as api:
         cluster = Cluster(api, OperatorMetrics())

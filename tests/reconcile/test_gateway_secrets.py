@@ -75,7 +75,7 @@ def told(of: GatewaySecrets, wanted: MultimodalDeploymentSpec, now: float, *gate
     return [f"{problem.reason}: {problem}" for problem in found]
 
 
-def test_problems_of_a_secret_end_when_the_spec_names_another_even_while_nothing_can_be_looked_up() -> None:
+def test_problems_of_a_secret_end_when_the_spec_names_another() -> None:
     secrets = Secrets("new")
     keys = secrets_of(secrets)
     (missing,) = problems(keys, "old", 0.0)
@@ -140,7 +140,7 @@ def test_faults_that_gateways_report_name_the_secret_or_the_issuer() -> None:
     assert "no answer within 10 s" in issuer
 
 
-def test_a_default_tenant_that_the_file_lacks_is_named_with_the_secret_and_the_field() -> None:
+def test_a_missing_default_tenant_is_reported_with_secret_and_field() -> None:
     oidc = {"issuer": "https://issuer.example.com", "audience": "mmd", "defaultTenant": "guests"}
     of = secrets_of(Secrets("keys"), missing_tenant="guests")
     (missing,) = told(of, with_gateway(auth={"keysSecret": "keys", "oidc": oidc}), 0.0, gateway("g", "keys"))
@@ -150,7 +150,7 @@ def test_a_default_tenant_that_the_file_lacks_is_named_with_the_secret_and_the_f
     assert "add the tenant to the Secret" in missing
 
 
-def test_the_default_tenant_of_a_pod_that_has_an_older_spec_is_not_reported() -> None:
+def test_a_missing_tenant_from_an_older_spec_is_not_reported() -> None:
     """A gateway takes the field when it starts: until it is replaced, it reports the tenant that the field named then."""
     of = secrets_of(Secrets("keys"), missing_tenant="guests")
     for now, named in enumerate(({"defaultTenant": "visitors"}, {})):
@@ -175,7 +175,7 @@ def test_an_endpoint_picker_that_has_ended_is_reported_without_any_secret() -> N
     assert told(of, with_gateway(), 1.0, asked) == []
 
 
-def test_what_gateways_reported_ends_with_the_part_of_the_spec_even_while_nothing_can_be_looked_up() -> None:
+def test_gateway_faults_end_when_the_spec_drops_their_field() -> None:
     oidc = {"issuer": "https://issuer.example.com", "audience": "mmd"}
     secrets, asked = Secrets("keys"), gateway("g", "keys")
     for fault, reason, fields in (

@@ -70,7 +70,7 @@ def observed(child: Child, *pods: PodView) -> Observed:
     ],
     ids=["nothing is there yet", "one leader", "a follower is missing", "all", "one that ends"],
 )
-def test_a_group_holds_the_gpus_of_all_of_its_pods_from_when_it_is_decided(pods, held: int):
+def test_a_group_holds_the_gpus_of_all_its_pods_once_decided(pods, held: int):
     assert gpus_held(observed(group_set(2), *pods)) == held
 
 
@@ -93,9 +93,7 @@ def test_only_leaders_count_as_replicas():
     ("generation", "rolled"),
     [({"observedGeneration": 2}, True), ({"observedGeneration": 1}, False), ({}, True)],
 )
-def test_a_controller_that_does_not_count_generations_has_seen_what_its_status_is_of(
-    generation, rolled: bool
-):
+def test_a_status_without_a_generation_counts_as_current(generation, rolled: bool):
     status = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2, **generation}
     workload = group_set(2, status=status).workload
     assert workload is not None
@@ -108,7 +106,7 @@ def test_a_controller_that_has_reported_nothing_has_seen_nothing():
     assert not workload.seen
 
 
-def test_a_controller_that_does_not_act_on_a_group_for_a_minute_is_a_problem():
+def test_a_controller_silent_about_a_group_for_a_minute_is_a_problem():
     silent, waits = SilentControllers(), observed(group_set(2, status={}))
     assert silent.problems(waits, 0) == []
     assert silent.problems(waits, 59) == []
@@ -188,7 +186,7 @@ def rollout(replicas: int, complete: int, *, ready: bool = False) -> Step:
     return next_step(wanted.spec, new, objects, seen, UID)
 
 
-def test_a_new_pool_of_groups_starts_with_one_and_grows_as_they_get_nodes():
+def test_a_new_pool_of_groups_grows_as_its_groups_get_nodes():
     step = rollout(0, 0)
     (made,) = [one for one in step.apply if one["kind"] == "LeaderWorkerSet"]
     assert made["spec"]["replicas"] == 1
@@ -201,7 +199,7 @@ def test_a_new_pool_of_groups_starts_with_one_and_grows_as_they_get_nodes():
     assert rollout(3, 2).waits_for == ""
 
 
-def test_the_gateway_is_not_switched_before_a_pool_of_groups_has_its_size():
+def test_the_gateway_waits_until_a_pool_of_groups_has_its_size():
     assert rollout(2, 2, ready=True).stage == "BringingUp"
     assert rollout(3, 3, ready=True).stage == "SwitchingGateway"
 
@@ -236,7 +234,7 @@ def waiting_group(group: int) -> tuple[PodView, PodView]:
     return leader, member(group, 1, ready=False, created=CREATED, scheduling=NO_GPU)
 
 
-def test_the_autoscaler_sees_a_group_without_a_node_for_its_follower_as_one_without_a_node():
+def test_a_group_whose_follower_has_no_node_is_unschedulable():
     leader, follower = waiting_group(0)
     child = group_set(1)
     (seen,) = pods_in(child, "decode", observed(child, leader, follower))
@@ -252,7 +250,7 @@ def test_the_autoscaler_sees_a_group_without_a_node_for_its_follower_as_one_with
 
 
 @pytest.mark.parametrize(("waited", "leaves"), [(299, False), (301, True)])
-def test_the_last_ready_group_leaves_only_for_groups_that_wait_for_its_gpus(waited: float, leaves: bool):
+def test_the_last_ready_group_leaves_only_for_groups_needing_its_gpus(waited: float, leaves: bool):
     child = group_set(2)
     seen = observed(child, *waiting_group(0), member(1, 0), member(1, 1))
     actions = ScaleActions(drain=(f"{SET}-1",), replicas=1)
@@ -261,7 +259,7 @@ def test_the_last_ready_group_leaves_only_for_groups_that_wait_for_its_gpus(wait
     assert (found == actions) == leaves
 
 
-def test_a_leader_whose_follower_has_no_node_is_not_late_and_the_follower_is_named():
+def test_a_follower_without_a_node_is_reported_and_not_its_leader():
     seen = observed(group_set(1), *waiting_group(0))
     found = _pod_problems(seen, CREATED_SECONDS + 901, {"decode": Deadlines(900, 60)})
     assert [(problem.reason, f"{SET}-0-1" in problem.seen) for problem in found] == [("NoGpu", True)]
@@ -308,14 +306,14 @@ def test_a_pod_that_ends_because_it_is_deleted_has_not_crashed(code: int):
     assert crashes.problems(observed(group_set(1), member(0, 0), ended)) == []
 
 
-def test_a_pod_that_ran_out_of_memory_has_even_where_it_is_deleted():
+def test_a_deleted_pod_that_ran_out_of_memory_is_reported():
     crashes, killed = GroupCrashes(), crashed(None, code=137, reason="OOMKilled", restarts=1)
     ended = member(0, 1, ready=False, deleting=True, container=killed)
     (problem,) = crashes.problems(observed(group_set(1), member(0, 0), ended))
     assert problem.reason == "OutOfMemory"
 
 
-def test_the_reason_of_the_pod_that_failed_is_kept_and_not_what_the_others_repeat():
+def test_a_group_keeps_the_reason_of_the_pod_that_failed():
     words = "follower 1 of the group ended: no such weights"
     leader = member(0, 0, ready=False, container=crashed(words, restarts=1))
     follower = member(0, 1, ready=False, container=crashed("no such weights", restarts=1))

@@ -91,7 +91,7 @@ def test_a_refused_size_leaves_the_one_that_was_written_before():
         (None, False),
     ],
 )
-def test_a_written_size_counts_until_the_watch_shows_it_or_that_the_pool_is_gone(shown, counts: bool):
+def test_a_written_size_counts_until_shown_or_its_pool_is_gone(shown, counts: bool):
     growth = PendingGrowth()
     written(growth)
     seen = Observed({shown.key: shown} if shown else {})
@@ -114,7 +114,7 @@ def test_a_smaller_size_that_is_written_later_replaces_it():
     assert growth.unseen(SEEN) == {}
 
 
-def test_a_size_that_is_no_growth_is_not_recorded_while_another_is_decided():
+def test_a_size_without_growth_is_not_recorded_beside_a_decision():
     growth = PendingGrowth()
     with growth.deciding({PREFILL.name: TO_FOUR}), growth.writing(PREFILL.name, 2):
         pass
@@ -123,7 +123,7 @@ def test_a_size_that_is_no_growth_is_not_recorded_while_another_is_decided():
     assert growth.unseen(SEEN) == {}
 
 
-def test_a_smaller_size_that_was_written_at_the_same_time_does_not_replace_it():
+def test_a_smaller_size_written_concurrently_does_not_replace_a_larger_one():
     growth = PendingGrowth(Clock())
     with growth.writing(PREFILL.name, 2):
         written(growth)
@@ -149,7 +149,7 @@ class ApiServer:
         return self.child
 
 
-async def test_a_size_that_the_api_server_shows_counts_however_long_the_watch_lags():
+async def test_a_size_on_the_api_server_counts_despite_a_lagging_watch():
     growth = PendingGrowth(clock := Clock())
     server = ApiServer(stateful_set(replicas=4))
     written(growth)
@@ -169,7 +169,7 @@ async def test_a_size_that_the_api_server_does_not_show_is_forgotten(child: Chil
     assert not growth.unseen(SEEN)
 
 
-async def test_a_size_that_was_not_answered_counts_until_it_cannot_be_carried_out_any_more():
+async def test_an_unanswered_size_counts_until_it_can_no_longer_take_effect():
     growth = PendingGrowth(clock := Clock())
     written(growth, error=BusyError("no answer"))
     clock.now += UNANSWERED_SECONDS - 1
@@ -202,7 +202,7 @@ def test_a_larger_size_that_was_not_answered_counts_beside_one_that_was(error, s
     assert growth.unseen(SEEN)[PREFILL.name].replicas == size
 
 
-def test_a_larger_size_that_was_answered_counts_beside_a_smaller_one_that_was_not():
+def test_an_answered_larger_size_counts_beside_an_unanswered_smaller_one():
     growth = PendingGrowth()
     written(growth)
     written(growth, replace(TO_FOUR, replicas=3), BusyError("no answer"))
@@ -210,7 +210,7 @@ def test_a_larger_size_that_was_answered_counts_beside_a_smaller_one_that_was_no
 
 
 @pytest.mark.parametrize("error", [None, RefusedError("quota")])
-def test_a_decision_counts_no_longer_once_it_is_written_and_shown_or_refused(error: Exception | None):
+def test_a_decision_stops_counting_once_it_is_shown_or_refused(error: Exception | None):
     growth = PendingGrowth()
     with growth.deciding({PREFILL.name: TO_FOUR}):
         with suppress(RefusedError), growth.writing(PREFILL.name, 4):
@@ -230,7 +230,7 @@ def test_what_a_look_up_finds_counts_until_the_watch_shows_it():
 
 
 @pytest.mark.parametrize("shown", [None, PREFILL])
-def test_a_pool_that_is_created_again_counts_before_the_watch_shows_that_the_first_is_gone(shown):
+def test_a_recreated_pool_counts_before_the_watch_shows_the_deletion(shown):
     growth, again = PendingGrowth(), stateful_set(replicas=4, uid="another")
     growth.confirmed(again, shown)
     for seen in (SEEN, Observed()):
@@ -262,7 +262,7 @@ def test_growth_to_fewer_pods_than_there_are_holds_nothing():
     assert gpus_growing(replace(SEEN, pods=found, growth={PREFILL.name: TO_FOUR}), PREFILL.name) == 0
 
 
-def test_growth_is_not_there_for_others_and_is_there_for_the_pool_that_has_it():
+def test_growth_is_reserved_for_the_pool_that_has_it():
     seen = replace(SEEN, growth={PREFILL.name: TO_FOUR})
     assert grown(PREFILL, 4, seen, 0) == (4, 0)
     assert grown(PREFILL, 5, seen, 2) == (5, 0)
@@ -303,7 +303,7 @@ def test_the_autoscaler_may_want_what_a_new_revision_leaves():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_only_pod_of_a_pool_stays_until_the_watch_shows_its_growth(size: int):
+def test_the_only_pod_stays_until_growth_has_been_observed(size: int):
     spec = SPEC.model_copy(
         update={"gpu_budget": 6, "prefill": SPEC.prefill.model_copy(update={"replicas": 1})}
     )

@@ -15,7 +15,7 @@ from .lagging_cluster import AUTOSCALING, Race
 BUSY = 700.0
 
 
-async def test_a_free_gpu_is_not_given_to_two_pools_before_the_watch_shows_the_first():
+async def test_a_free_gpu_is_given_once_while_the_watch_lags():
     race = await begun(budget=4)
     await race.begin("tick")
     assert race.cluster.size("encoder") == 2
@@ -24,7 +24,7 @@ async def test_a_free_gpu_is_not_given_to_two_pools_before_the_watch_shows_the_f
     assert race.cluster.gpus == 4
 
 
-async def test_a_free_gpu_is_not_given_to_two_pools_before_the_first_is_written():
+async def test_a_free_gpu_is_given_once_while_a_write_is_pending():
     race = await begun(budget=4)
     race.change(decode={"gpus": 1, "replicas": 2})
     race.cluster.holds = True
@@ -37,7 +37,7 @@ async def test_a_free_gpu_is_not_given_to_two_pools_before_the_first_is_written(
     assert race.cluster.gpus == 4
 
 
-async def test_a_new_revision_does_not_take_gpus_that_the_autoscaler_has_just_given_away():
+async def test_a_new_revision_takes_no_gpus_that_the_autoscaler_just_assigned():
     race = await begun(budget=6)
     await race.begin("tick")
     assert race.cluster.size("encoder") == 4
@@ -46,7 +46,7 @@ async def test_a_new_revision_does_not_take_gpus_that_the_autoscaler_has_just_gi
     assert race.cluster.gpus == 6
 
 
-async def test_the_autoscaler_does_not_take_gpus_that_a_new_revision_has_just_got():
+async def test_the_autoscaler_takes_no_gpus_that_a_new_revision_just_got():
     race = await begun(budget=6)
     race.change(**ANOTHER_MODEL)
     race.cluster.holds = True
@@ -131,7 +131,7 @@ async def test_growth_of_the_autoscaler_counts_after_it_is_idle_again():
     assert race.cluster.gpus == 6
 
 
-async def test_a_pool_that_was_created_without_an_answer_counts_when_it_is_found():
+async def test_a_pool_created_without_an_answer_counts_when_found():
     race = await begun(budget=6)
     race.change(**ANOTHER_MODEL)
     await race.finish("pass")

@@ -53,7 +53,7 @@ def test_a_secret_without_a_problem_is_looked_at_ever_more_rarely():
     assert pauses == [PRODUCTION.first_secret_seconds * 2**n for n in range(7)] + [600.0] * 3
 
 
-def test_a_secret_that_lacks_keys_is_looked_at_often_until_it_has_them():
+def test_a_secret_that_lacks_keys_is_checked_at_short_intervals():
     cluster = Cluster("encoder")
     passes = Passes(cluster)
     assert set(passes.until(600.0)) == {"Refused"}

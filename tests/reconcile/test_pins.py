@@ -94,7 +94,7 @@ def test_a_follower_of_another_image_is_reported_too() -> None:
     assert len(moved(SECOND, group_rank=1)) == 1
 
 
-async def test_the_commits_of_adapters_are_pinned_with_the_first_ready_pod_and_survive_a_restart() -> None:
+async def test_adapter_commits_are_pinned_with_the_first_pod_and_survive_restarts() -> None:
     report = {
         "pod": "demo-decode-0",
         "revision": NEW,

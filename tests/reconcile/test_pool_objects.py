@@ -56,7 +56,7 @@ def ask(race: Race, pool: str, replicas: int, manager: str = "kubectl") -> None:
     race.cluster._store((POOL_KIND, f"demo-{pool}"), body)
 
 
-def test_every_pool_has_an_object_with_its_size_and_the_selector_of_its_pods():
+def test_every_pool_has_an_object_with_its_size_and_selector():
     async def scenario(race: Race) -> None:
         for pool in ("encoder", "prefill", "decode"):
             found = pool_object(race, pool)
@@ -83,7 +83,7 @@ def test_an_externally_sized_pool_follows_its_object_up_to_the_gpu_budget():
 
 
 @pytest.mark.parametrize("pool", ["encoder", "decode"])
-def test_the_size_of_a_pool_that_others_may_not_size_is_reverted_with_an_event(pool: str):
+def test_a_size_set_on_a_pool_without_external_mode_is_reverted(pool: str):
     async def scenario(race: Race) -> None:
         events = Reported(race)
         await race.settle(2)

@@ -154,7 +154,7 @@ def test_the_start_deadline_counts_from_the_containers_start_not_from_the_pods()
     assert "startDeadlineSeconds" in problem.remedy
 
 
-def test_a_pod_that_was_ready_and_one_that_waits_for_its_image_have_their_deadline_from_then_on():
+def test_the_start_deadline_counts_from_lost_readiness_or_the_image_pull():
     assert pod(container=runs(CREATED), ready_since="2026-01-01T01:00:00Z").starting_since == (
         CREATED_SECONDS + 3600
     )
@@ -175,19 +175,20 @@ def test_a_pod_that_drains_is_not_late():
         (3, "2025-12-31T00:00:00Z", False),  # that run was Ready
     ],
 )
-def test_a_container_is_failing_when_its_last_run_ended_without_having_been_ready(restarts, began, failing):
+def test_a_container_is_failing_when_its_last_run_was_never_ready(restarts, began, failing):
     last = {"exitCode": 1, "startedAt": began, "finishedAt": "2026-01-01T00:20:00Z"}
     seen = pod(container=runs("2026-01-01T00:20:10Z", restarts=restarts, last=last), ready_since=CREATED)
     assert seen.failing is failing
 
 
-def test_a_missing_volume_is_a_problem_at_once_because_no_new_node_has_it():
+def test_a_missing_volume_is_a_problem_at_once():
+    """No new node has it."""
     problem = pod_problem(pod(scheduling=NO_CLAIM, created=CREATED), CREATED_SECONDS, Deadlines())
     assert problem is not None
     assert problem.reason == "VolumePending"
 
 
-def test_pods_waiting_for_a_node_within_their_deadline_are_reported_with_the_schedulers_message():
+def test_pods_waiting_for_a_node_are_reported_with_the_schedulers_message():
     pods = [
         pod(scheduling=NO_GPU, name="demo-decode-1", created=CREATED),
         pod(scheduling=NO_GPU, name="demo-decode-2", created=CREATED),
@@ -204,7 +205,7 @@ def test_pods_waiting_for_a_node_within_their_deadline_are_reported_with_the_sch
     assert "decode" not in waiting_for_nodes(pods, CREATED_SECONDS + 301, {"decode": Deadlines(300)})
 
 
-def test_a_worker_that_says_why_it_ends_is_quoted_without_what_libraries_print_around_it():
+def test_a_workers_last_message_is_quoted_without_library_output():
     reason = "cannot serve (engine_settings): vLLM cannot start: no such architecture; change spec.model"
     log = f'{{"level": "warning", "message": "a"}}\n{{"level": "critical", "message": "{reason}", "pod": "p"}}\n[W1125 leaked semaphores]'
     problem = problem_of(pod(container=crashed(log)))
@@ -297,7 +298,7 @@ MADE_BY = {
 
 
 @pytest.mark.parametrize("name", list(MADE_BY))
-def test_whatever_makes_a_problem_gives_it_a_reason_that_has_a_place_in_the_order(name: str):
+def test_each_source_of_problems_gives_a_reason_from_the_order(name: str):
     wanted = inspect.signature(MADE_BY[name]).parameters
     given = {"seconds": 5.0, "lacking": ["a"], "secret": problems.MountedSecret("a", "a", ("a",), "a")}
     problem = MADE_BY[name](**{parameter: given.get(parameter, "a") for parameter in wanted})

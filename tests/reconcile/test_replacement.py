@@ -76,7 +76,7 @@ def test_the_only_pod_is_joined_by_its_successor_before_it_goes():
     assert names(next_of(one(0), one(1, "new"), wanted=1)) == ["0"]
 
 
-def test_the_only_pod_goes_at_once_where_the_budget_has_no_room_for_another():
+def test_the_only_pod_goes_at_once_without_budget_for_another():
     found = next_of(one(0), wanted=1, gpus=2, free=1)
     assert found.replicas is None
     assert names(found) == ["0"]
@@ -89,7 +89,7 @@ def test_a_successor_that_no_node_takes_holds_nothing_up_for_good():
     assert names(next_of(one(0), successor, wanted=1, now=LONG_AFTER)) == ["0"]
 
 
-def test_pods_that_no_node_takes_count_as_away_unless_they_are_a_surge():
+def test_unplaced_pods_count_as_away_unless_they_are_a_surge():
     lost = [one(n, "new", ready=False, scheduling="0/3 nodes: insufficient nvidia.com/gpu") for n in range(3)]
     for pods in ((one(0), one(1), lost[2]), (one(0), lost[1], lost[2])):
         found = next_of(*pods, wanted=3, now=LONG_AFTER)
@@ -99,14 +99,14 @@ def test_pods_that_no_node_takes_count_as_away_unless_they_are_a_surge():
     assert names(next_of(one(0), one(1), lost[2], wanted=2, now=LONG_AFTER)) == ["1"]
 
 
-def test_a_pool_that_shrinks_is_not_replaced_before_its_last_pods_are_seen_to_go():
+def test_a_shrinking_pool_is_not_replaced_before_its_last_pods_end():
     found = next_of(one(0), one(1, "new"), wanted=1, replicas=1)
     assert not found.delete
     assert found.waiting == "pods beyond the pool's size that have not ended: 1"
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_a_pool_is_replaced_to_its_end_and_never_more_than_one_below_its_size(size: int):
+def test_a_pool_is_fully_replaced_with_at_most_one_pod_away(size: int):
     pods = [one(n) for n in range(size)]
     for _ in range(size):
         found = next_of(*pods, wanted=size)

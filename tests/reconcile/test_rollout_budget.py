@@ -59,7 +59,7 @@ def sizes(found: Step) -> dict[str, int]:
     }
 
 
-def test_a_new_revision_has_its_full_size_where_the_budget_has_room_for_both():
+def test_a_new_revision_has_its_full_size_where_the_budget_allows():
     found = step(20, {"encoder": 2, "decode": 4})
     assert sizes(found) == {"encoder": 2, "decode": 4}
     assert not found.waits_for
@@ -78,7 +78,7 @@ def test_a_new_revision_starts_with_what_the_budget_leaves_it(budget: int, expec
     assert f"holds 10 of the {budget} GPUs of spec.gpuBudget" in found.waits_for
 
 
-def test_a_rollout_without_room_for_one_pod_of_each_pool_waits_and_reports_for_what():
+def test_a_rollout_without_room_for_one_pod_per_pool_waits():
     found = step(12, {"encoder": 2, "decode": 4})
     assert found.blocked
     assert not sizes(found)
@@ -87,7 +87,7 @@ def test_a_rollout_without_room_for_one_pod_of_each_pool_waits_and_reports_for_w
     assert "raise spec.gpuBudget to 13" in found.waits_for
 
 
-def test_started_pods_are_kept_and_pools_grow_when_the_old_revision_is_removed():
+def test_pools_grow_once_the_old_revision_is_removed():
     beside = step(15, {"encoder": 2, "decode": 4}, {"encoder": 1, "decode": 2})
     assert not beside.sizes
     alone = step(15, {}, {"encoder": 1, "decode": 2}, serving="new")

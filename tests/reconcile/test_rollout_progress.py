@@ -70,7 +70,7 @@ def overdue_from(record: RolloutProgress, deadline: float = 100) -> int | None:
         "it-was-complete",
     ],
 )
-def test_a_rollout_fails_when_its_last_progress_is_longer_ago_than_the_deadline(moments, fails_at):
+def test_a_rollout_fails_when_it_makes_no_progress_within_the_deadline(moments, fails_at):
     assert overdue_from(after(*moments)) == fails_at
 
 
@@ -82,7 +82,7 @@ def test_another_spec_or_revision_begins_anew(changed):
     assert not after((80, "Runs", (0, 0)), before=done, **changed).complete
 
 
-def test_a_complete_rollout_leaves_nothing_in_the_status_that_a_time_or_a_size_changes():
+def test_a_complete_rollout_leaves_no_time_or_size_in_the_status():
     assert after((0, "Runs", (3, 2)), (9, "Complete", (3, 3))) == RolloutProgress(
         spec=DIGEST, revision=NEW, complete=True
     )
@@ -200,7 +200,7 @@ ENTRIES = [entry(1), entry(2), entry(3, completed=False), entry(4, NEW, complete
         ([entry(4, NEW)], "", None),
     ],
 )
-def test_the_last_good_spec_is_the_newest_complete_one_of_the_revision_that_serves(entries, failed, number):
+def test_the_last_good_spec_is_the_newest_complete_serving_one(entries, failed, number):
     found = last_good(entries, OLD, failed)
     assert (found and found.number) == number
 

@@ -83,7 +83,7 @@ def test_a_pool_that_scales_keeps_its_size_within_its_bounds(pool, present, size
 
 
 @pytest.mark.parametrize(("present", "size"), [(0, 1), (1, 1), (3, 3), (5, 5), (9, 5)])
-def test_a_pool_that_scales_starts_a_new_revision_at_the_size_it_has(present, size):
+def test_an_autoscaled_pool_starts_a_new_revision_at_its_present_size(present, size):
     found = step({"prefill": present, "decode": 2}, prefill=scaled(0, 5))
     assert started(found)["prefill"] == size
     assert started(found)["decode"] == 2
@@ -115,7 +115,7 @@ def test_a_rollout_waits_when_one_gpu_is_missing_and_starts_with_it():
     assert not step({"encoder": 1, "decode": 1}, budget=6, **pools).blocked
 
 
-def test_a_large_pod_that_does_not_fit_leaves_the_rest_of_the_budget_to_smaller_ones():
+def test_a_large_pod_without_room_leaves_the_budget_to_smaller_ones():
     pools = {"decode": scaled(1, 5, gpus=4), "encoder": {"gpus": 1, "replicas": 3}, "prefill": None}
     found = step({"encoder": 3, "decode": 2}, budget=11 + 7, **pools)
     assert started(found) == {"encoder": 3, "decode": 1}
@@ -133,11 +133,11 @@ def test_a_large_pod_that_does_not_fit_leaves_the_rest_of_the_budget_to_smaller_
         (3, 3, 1, 0, 3),
     ],
 )
-def test_a_pool_grows_by_the_gpus_that_are_free_and_shrinks_without_any(present, wanted, gpus, free, size):
+def test_a_pool_grows_by_free_gpus_and_shrinks_without_any(present, wanted, gpus, free, size):
     assert affordable(present, wanted, gpus, free) == size
 
 
-def test_each_pool_that_scales_gets_its_own_share_of_the_size_that_serves():
+def test_two_autoscaled_pools_each_get_their_own_present_size():
     both = {"prefill": scaled(1, 8), "decode": scaled(1, 8)}
     found = step({"prefill": 2, "decode": 4}, budget=12, **both)
     assert (started(found), found.waits_for) == ({"prefill": 2, "decode": 4}, "")

@@ -75,7 +75,7 @@ def test_the_gateway_is_held_until_the_new_revision_is_complete():
 
 
 @pytest.mark.parametrize("late", ["unready", "behind", "absent"])
-def test_complete_means_every_pod_of_every_pool_and_an_up_to_date_controller(late):
+def test_complete_means_every_pod_and_an_up_to_date_controller(late):
     fresh = pools(NEW)
     if late == "unready":
         fresh[0]["status"]["readyReplicas"] = 0
@@ -86,7 +86,7 @@ def test_complete_means_every_pod_of_every_pool_and_an_up_to_date_controller(lat
     assert step(observed(NATS, *pools(OLD), *fresh, gateway(OLD))).stage == "BringingUp"
 
 
-def test_the_gateway_moves_when_the_new_revision_is_complete_and_the_old_one_stays():
+def test_the_gateway_moves_when_the_new_revision_is_complete():
     seen = observed(NATS, *pools(OLD), *pools(NEW), gateway(OLD), pods=[pod("gateway", OLD, ready=True)])
     found = step(seen)
     assert found.stage == "SwitchingGateway"
@@ -163,7 +163,7 @@ def test_a_rollout_is_not_complete_while_a_pool_has_the_wrong_size():
     assert found.stage == "Updating"
 
 
-def test_a_pool_of_the_same_revision_that_left_the_spec_stays_until_the_rest_is_replaced():
+def test_a_pool_that_left_the_spec_stays_until_others_are_replaced():
     spec = deployment({**{k: v for k, v in SPEC.items() if k != "encoder"}, **ANOTHER_MODEL})
     assert pipeline_revision(spec.spec) == NEW
     old = pod("prefill", NEW, name=f"demo-prefill-{NEW}-0", ready=True, inputs="before")
@@ -202,9 +202,7 @@ def test_a_gateway_pod_has_a_picker_where_the_spec_has_a_pool(spec):
     ],
     ids=["ready", "one-of-two", "none-yet", "leaving", "no-pods", "of-another", "no-pool"],
 )
-def test_the_route_leads_to_a_pool_only_while_it_is_there_and_a_ready_gateway_has_a_picker(
-    owner, gateways, kind
-):
+def test_the_route_leads_to_an_existing_pool_with_a_ready_picker(owner, gateways, kind):
     seen = observed(NATS, *pools(NEW), gateway(NEW), pods=gateways)
     if owner is not None:
         body = workload("Deployment", "gateway", None, owner=owner)
@@ -219,7 +217,7 @@ def test_the_route_leads_to_a_pool_only_while_it_is_there_and_a_ready_gateway_ha
 PAUSED = deployment({**SPEC, **ANOTHER_MODEL, "rollout": {"paused": True}})
 
 
-def test_a_paused_rollout_creates_no_new_pool_and_does_not_switch_the_gateway():
+def test_a_paused_rollout_creates_no_pool_and_keeps_the_gateway():
     begun = step(observed(NATS, *pools(OLD), pools(NEW)[0], gateway(OLD)), PAUSED)
     applied = {m["metadata"]["name"] for m in begun.apply if m["kind"] == "StatefulSet"}
     assert f"demo-encoder-{NEW}" in applied

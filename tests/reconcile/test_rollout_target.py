@@ -136,7 +136,7 @@ async def served(then: dict[str, Any]) -> Passes:
     return passes
 
 
-async def test_an_api_server_that_is_busy_when_the_deadline_ends_delays_the_return_by_a_pass() -> None:
+async def test_a_busy_api_server_delays_the_rollback_by_one_pass() -> None:
     before = await served(SECOND)
     await before.run(10)
     progress = before.target.progress
@@ -155,7 +155,7 @@ async def test_an_api_server_that_is_busy_when_the_deadline_ends_delays_the_retu
     assert await passes.run(110) == OLD
 
 
-async def test_an_old_gateway_pod_that_is_not_ready_at_the_deadline_delays_the_return_by_a_pass() -> None:
+async def test_an_unready_old_gateway_pod_delays_the_rollback_by_one_pass() -> None:
     passes = await served(SECOND)
     gateway = child_of("Deployment", workload("Deployment", "gateway", None, template=NEW, ready=0))
     away = Observed({gateway.key: gateway}, (pod("gateway", OLD, name="g-0", ready=False),))
@@ -166,7 +166,7 @@ async def test_an_old_gateway_pod_that_is_not_ready_at_the_deadline_delays_the_r
     assert [reason for reason, _ in passes.reported.events] == ["RolledBack"]
 
 
-async def test_a_rollout_from_which_no_recorded_spec_leads_back_reads_them_once_and_names_that() -> None:
+async def test_a_rollout_without_a_way_back_reads_the_specs_once() -> None:
     passes = await served(SECOND)
     passes.cluster.bodies.clear()
     await passes.run(10)
@@ -179,7 +179,7 @@ async def test_a_rollout_from_which_no_recorded_spec_leads_back_reads_them_once_
 PAUSED = merge(SECOND, {"rollout": {"paused": True}})
 
 
-async def test_a_recorded_spec_that_is_missing_holds_a_paused_rollout_until_it_is_resumed() -> None:
+async def test_a_missing_recorded_spec_holds_a_paused_rollout_until_resumed() -> None:
     passes = await served(PAUSED)
     assert await passes.run(10, "Complete") == OLD
     passes.cluster.bodies.clear()
@@ -195,7 +195,7 @@ async def test_a_recorded_spec_that_is_missing_holds_a_paused_rollout_until_it_i
     assert await passes.run(30) == NEW
 
 
-async def test_a_recorded_spec_that_is_invalid_with_the_present_sizes_names_the_field() -> None:
+async def test_a_recorded_spec_invalid_with_present_sizes_names_the_field() -> None:
     passes = await served(merge(FIRST, {"decode": {"gpus": 1}}))
     await passes.run(10, "Complete")
     small = merge(PAUSED, {"decode": {"replicas": 2}, "gpuBudget": 1})
@@ -207,7 +207,7 @@ async def test_a_recorded_spec_that_is_invalid_with_the_present_sizes_names_the_
     assert await passes.run(20) == OLD
 
 
-async def test_a_failed_revision_does_not_come_back_where_the_recorded_spec_is_missing() -> None:
+async def test_a_failed_revision_does_not_return_without_the_recorded_spec() -> None:
     passes = await served(SECOND)
     await passes.run(10)
     await passes.run(100)

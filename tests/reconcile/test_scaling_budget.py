@@ -48,7 +48,7 @@ def test_pods_that_are_ending_are_not_there_for_growth():
         (3, None, None, 3),
     ],
 )
-def test_a_pool_grows_by_what_is_free_and_leaves_the_rest_to_the_next(free, wanted, size, left):
+def test_a_pool_grows_into_free_gpus_and_leaves_the_rest(free, wanted, size, left):
     actions, remaining = growth_within(
         free, ScaleActions(replicas=wanted), PREFILL, Observed({PREFILL.key: PREFILL})
     )

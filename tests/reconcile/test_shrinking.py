@@ -43,7 +43,7 @@ def decided(
     return allowed, replacement(child, replicas - surged, seen, None, now, DEADLINE)
 
 
-def test_a_pod_that_no_node_takes_leaves_and_then_the_others_are_replaced():
+def test_an_unplaced_pod_leaves_before_the_others_are_replaced():
     old = [one(n, "old", ready=True) for n in range(4)]
     allowed, found = decided(ScaleActions(replicas=4), *old, unplaced(4))
     assert found.waiting == f"no node takes pod {SET}-4"
@@ -60,7 +60,7 @@ def test_no_ready_pod_leaves_while_pods_are_replaced(last: PodView):
 
 
 @pytest.mark.parametrize("successor", [one(1), unplaced(1)], ids=["starting", "unplaced"])
-def test_the_successor_of_the_only_pod_does_not_leave_before_that_is_replaced(successor: PodView):
+def test_the_successor_of_the_only_pod_stays_until_the_replacement(successor: PodView):
     allowed, _ = decided(ScaleActions(replicas=1), one(0, "old", ready=True), successor, surged=True)
     assert allowed == ScaleActions()
 
@@ -70,7 +70,7 @@ def test_a_pool_grows_while_its_pods_are_replaced():
     assert allowed.replicas == 3
 
 
-def test_the_last_ready_pod_leaves_where_those_that_stay_wait_for_a_gpu():
+def test_the_last_ready_pod_leaves_for_pods_waiting_for_a_gpu():
     holds = one(1, ready=True)
     drains, empty = ScaleActions(drain=(holds.name,)), ScaleActions(replicas=1)
     for wanted in (drains, empty):
@@ -86,7 +86,7 @@ def test_a_pool_that_shrinks_to_zero_loses_its_last_ready_pod():
     assert decided(wanted, one(0, ready=True))[0] == wanted
 
 
-def test_no_ready_pod_leaves_beside_one_that_is_not_while_pods_are_replaced():
+def test_no_ready_pod_leaves_beside_an_unready_one_during_a_replacement():
     old = one(0, "old", ready=True)
     allowed, _ = decided(ScaleActions(replicas=1), old, one(1, ready=True), unplaced(2))
     assert allowed == ScaleActions()

@@ -159,7 +159,7 @@ async def test_a_surge_that_the_autoscaler_wants_becomes_the_size_of_the_pool():
     assert (pool.replicas, pool.surged) == (2, False)
 
 
-async def test_a_pool_that_kept_its_surge_drops_no_more_than_one_below_its_size():
+async def test_a_pool_that_kept_its_surge_drops_at_most_one_pod():
     pool = Pool()
     pool.queued = 700.0
     await pool.tick()
@@ -190,7 +190,7 @@ async def test_a_surge_leaves_when_its_pool_is_replaced(mode: str):
     assert (pool.replicas, pool.surged) == (1, False)
 
 
-async def test_a_surge_that_no_node_takes_is_no_loss_of_capacity_of_its_pool():
+async def test_an_unplaced_surge_is_no_loss_of_capacity():
     pool = Pool(most=4)
     pool.replicas, pool.owners, pool.decode_surge = 1, {SCALER_FIELD_MANAGER}, True
     pool._now, pool.queued = LONG_AFTER, 700.0
@@ -200,7 +200,7 @@ async def test_a_surge_that_no_node_takes_is_no_loss_of_capacity_of_its_pool():
     assert not [words for words in pool._scaling.report.limited if "decode" in words]
 
 
-async def test_a_surge_that_does_not_start_is_not_kept_because_another_pod_is_wanted_in_its_place():
+async def test_load_does_not_keep_a_surge_that_does_not_start():
     pool = Pool()
     pool.inputs, pool.unready = ["old", "new"], {1}
     pool._now, pool.queued = LONG_AFTER, 50.0
@@ -209,7 +209,7 @@ async def test_a_surge_that_does_not_start_is_not_kept_because_another_pod_is_wa
 
 
 @pytest.mark.parametrize("inputs", ["old", "new"])
-async def test_a_surge_becomes_the_size_of_a_fixed_pool_that_is_made_as_large(inputs: str):
+async def test_a_surge_becomes_the_size_of_a_fixed_pool_made_as_large(inputs: str):
     pool = Pool()
     pool.inputs = [inputs, "new"]
     pool.resize({"replicas": 2})

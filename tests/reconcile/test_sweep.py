@@ -29,7 +29,7 @@ class Cluster:
         return Listing({"u"}, "7")
 
 
-async def test_a_kind_that_cannot_be_listed_does_not_end_the_sweeps_of_the_others() -> None:
+async def test_a_kind_that_cannot_be_listed_does_not_stop_other_sweeps() -> None:
     cluster = Cluster()
     kinds = {kind: (None, lambda: [("u", "5")]) for kind in (FORBIDDEN, HEALTHY)}
     pauses = Pauses(sweep_seconds=0.2, sweep_retry_seconds=0.01)

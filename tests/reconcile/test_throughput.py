@@ -79,7 +79,7 @@ def test_a_rate_that_cannot_be_written_is_cut_to_what_can():
     }
 
 
-def test_what_an_operator_of_a_newer_release_wrote_is_dropped_and_the_rest_restored():
+def test_status_from_a_newer_release_is_dropped_and_the_rest_restored():
     before = scaling(Words(encoder={"encode_work_per_second": {"video": 100.0}}))
     tick(before, 0, spec())
     written = status(before)

@@ -26,6 +26,6 @@ def test_every_limit_that_waiting_does_not_lift_has_a_remedy():
 
 
 @pytest.mark.parametrize("limit", sorted(HARD_LIMITS))
-def test_the_runbook_says_what_to_do_about_every_limit_that_waiting_does_not_lift(limit: str):
+def test_the_runbook_has_a_remedy_for_every_lasting_limit(limit: str):
     section = RUNBOOKS.split("\n## MmdBacklogGrowsLimited\n")[1].split("\n## ")[0]
     assert f"{limit}:" in section, f"docs/runbooks.md has no remedy for {limit}"

@@ -178,7 +178,8 @@ class Pods(ReportFetcher):
         return self.answer
 
 
-async def test_a_pod_is_asked_at_most_every_five_seconds_since_its_answer_wakes_the_next_pass():
+async def test_a_pod_is_asked_at_most_every_five_seconds():
+    """Its answer wakes the next pass."""
     fetcher = Pods()
     download = WeightsDownload(fetcher, PRODUCTION)
     seen = Observed({job().key: job()}, (pod(0),))

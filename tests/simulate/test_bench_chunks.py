@@ -9,9 +9,7 @@ from support.oracles.engine_oracle import TextModel, llama, make_engine, prompt_
 
 
 @pytest.mark.parametrize(("chunk_tokens", "steps"), [(8, 5), (16, 3), (40, 1)])
-def test_each_step_of_a_prompt_is_a_chunk_of_it_and_a_token_of_the_others(
-    chunk_tokens: int, steps: int
-) -> None:
+def test_each_prompt_step_is_one_chunk_beside_tokens_of_others(chunk_tokens: int, steps: int) -> None:
     engine, line = make_engine(TextModel(llama()), prefix_cache=False, blocks=300), Line(chunk_tokens)
     for _ in range(2):
         measure(engine, line, prompt_of(40, 1), [prompt_of(4, seed) for seed in (2, 3)])

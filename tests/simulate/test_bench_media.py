@@ -21,7 +21,7 @@ FILES = [
 ]
 
 
-async def test_every_stage_of_a_medium_and_every_size_of_a_batch_are_timed() -> None:
+async def test_every_stage_and_batch_size_of_media_is_timed() -> None:
     decoders = DecodePool(1, 60)
     await decoders.start()
     try:

@@ -26,9 +26,7 @@ def test_a_turn_has_the_kinds_in_their_shares_and_no_file_twice(mix: str) -> Non
     assert len({json.dumps(part) for part in parts}) == len(parts)
 
 
-def test_a_report_has_the_rate_of_each_round_and_percentiles_of_what_was_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_report_has_rates_per_round_and_percentiles_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answered(
         url: str,
         asks: list[Ask],
@@ -62,7 +60,7 @@ def test_text_comes_before_the_media_where_it_is_to_be_prefilled_meanwhile() -> 
     assert kinds == [["text", "image_url"], ["image_url", "text"]]
 
 
-def test_the_engine_makes_no_step_while_a_medium_is_encoded_between_two_and_goes_on_afterwards() -> None:
+def test_the_engine_pauses_while_a_medium_is_encoded_between_steps() -> None:
     program = """
 import asyncio
 import torch

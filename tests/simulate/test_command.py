@@ -18,7 +18,7 @@ def simulate(*arguments: str):
     return CliRunner().invoke(build().app, ["simulate", "-f", SPEC, *arguments])
 
 
-def test_a_trace_in_azures_format_is_run_and_printed_as_json_with_a_picture(tmp_path: Path):
+def test_a_trace_in_azures_format_yields_json_and_a_picture(tmp_path: Path):
     trace, picture = tmp_path / "trace.csv", tmp_path / "run.svg"
     GENERATORS["bursty"](1.0, 120.0, 1).write_csv(trace)
     result = simulate("--trace", str(trace), "--json", "--plot", str(picture))

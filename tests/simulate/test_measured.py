@@ -108,7 +108,7 @@ def test_the_numbers_of_a_deployment_that_is_known_come_back(gateway: str):
     assert numbers.spread["video"] == pytest.approx([1.0] * 100, rel=0.02)
 
 
-def test_the_model_then_takes_as_long_as_the_deployment_did_at_the_median_and_in_the_tail(gateway: str):
+def test_the_calibrated_model_matches_the_deployments_median_and_tail(gateway: str):
     spec, found = load(str(SPEC)).spec, look(gateway)
     numbers = calibrated(found, spec, Calibration.load(None))
     modelled = Pipeline(spec, found.trace, numbers, Static()).run().ttft_seconds
@@ -117,7 +117,7 @@ def test_the_model_then_takes_as_long_as_the_deployment_did_at_the_median_and_in
         assert np.percentile(modelled, percent) == pytest.approx(np.percentile(took, percent), rel=0.1)
 
 
-def test_a_user_calibrates_from_a_gateway_keeps_the_numbers_and_uses_them_again(gateway: str, tmp_path: Path):
+def test_a_calibration_saved_from_a_gateway_gives_the_same_run(gateway: str, tmp_path: Path):
     file = tmp_path / "measured.yaml"
     load_of_a_day = ["simulate", "-f", str(SPEC), "--generate", "bursty", "--seconds", "60", "--json"]
     first = CliRunner().invoke(

@@ -89,7 +89,7 @@ def test_a_request_alone_takes_the_sum_of_its_phases():
         pytest.param(0, 200, 1.0, id="text"),
     ],
 )
-def test_decoding_beside_a_long_prompt_goes_on_in_chunks_and_beside_one_with_media_in_bounded_steps(
+def test_decoding_goes_on_beside_long_prompts_in_chunks_or_bounded_steps(
     images: int, milliseconds: int, step_seconds: float
 ):
     calibration = Calibration.load(None)
@@ -103,7 +103,7 @@ def test_decoding_beside_a_long_prompt_goes_on_in_chunks_and_beside_one_with_med
     assert result.itl_seconds[0] == pytest.approx(step_seconds, rel=0.3)
 
 
-def test_a_prompt_with_media_pays_what_each_of_its_bounded_steps_costs_besides():
+def test_a_media_prompt_pays_the_fixed_cost_of_each_bounded_step():
     calibration = Calibration.load(None)
     prefill = calibration.prefill.model_copy(update={"tokens_per_second": 512.0})
     decode = calibration.decode.model_copy(
@@ -174,7 +174,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     assert not np.array_equal(run(1)[:50], run(2)[:50], equal_nan=True)
 
 
-def test_encoders_follow_a_video_storm_and_go_back_and_the_decisions_say_why():
+def test_encoders_follow_a_video_storm_and_explain_their_decisions():
     deployment = spec(encoder=SIZED, prefill=SIZED, decode=GPU, slo={"ttftMilliseconds": 2000})
     run = Planner(deployment, GENERATORS["video-storm"](2.0, 1800.0, 5), Calibration.load(None)).autoscaler()
     ticks, sizes = run.result.ticks, run.result.replicas["encoder"]
@@ -208,7 +208,7 @@ def test_a_recommended_split_keeps_the_slo_and_one_replica_less_does_not():
             assert planner.static({**best.sizes, pool: size - 1}).attainment < 0.95
 
 
-def test_requests_wait_for_an_encoder_that_starts_from_zero_and_are_all_answered():
+def test_requests_wait_for_an_encoder_that_wakes_from_zero():
     zero = {"gpus": 1, "autoscaling": {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfterSeconds": 30}}
     calibration = Calibration.load(None)
     trace = one_video_each(np.array([0.0, 400.0]))
@@ -230,7 +230,7 @@ def test_a_calibration_file_with_faults_names_each(tmp_path: Path):
     assert {"encoder.startSeconds", "prefill"} <= {fault.field for fault in refused.value.faults}
 
 
-def test_requests_on_shared_cores_take_longer_for_each_in_flight_and_no_two_alike():
+def test_requests_on_shared_cores_slow_one_another_and_vary():
     trace = one_video_each(np.array([0.0, 0.001]))
     alone, shared = (
         static(
@@ -249,7 +249,7 @@ def test_requests_on_shared_cores_take_longer_for_each_in_flight_and_no_two_alik
     assert np.mean(factors > 1) == pytest.approx(0.5, abs=0.1)
 
 
-def test_an_encoder_reads_several_media_side_by_side_and_its_tower_takes_them_one_by_one():
+def test_an_encoder_reads_media_in_parallel_and_encodes_them_serially():
     """Four videos at once: read together in one second, then a second each in the tower."""
     read, tower = {"image": 0.0, "video": 1.0, "audio": 0.0}, {"image": 1.0, "video": 1.0, "audio": 1.0}
     base = Calibration.load(None)

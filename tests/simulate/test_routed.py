@@ -45,9 +45,7 @@ def spec(**parts: Any) -> MultimodalDeploymentSpec:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", GENERATORS)
-def test_every_request_is_answered_or_lost_in_every_layout_while_pools_change_size(
-    layout: str, name: str
-) -> None:
+def test_every_request_is_answered_while_pools_change_size(layout: str, name: str) -> None:
     trace = GENERATORS[name](2.0, 400.0, 3)
     deployment = spec(**LAYOUTS[layout], slo={"ttftMilliseconds": 2000})
     run = Planner(deployment, trace, Calibration.load(None), placing=SimulatedRouter).autoscaler()
@@ -92,7 +90,7 @@ def mean_ttft(
     return float(run.result.ttft_seconds[len(trace) // 2 :].mean()), made[0]
 
 
-def test_prompts_go_where_their_prefix_is_and_are_answered_sooner_than_without_a_router() -> None:
+def test_prompts_follow_their_prefix_and_are_answered_sooner() -> None:
     """One pod has room for 80 of them."""
     groups = [[f"{group} {block}".encode() for block in range(250)] for group in range(200)]
     chosen = np.random.default_rng(1).integers(0, len(groups), 1600).tolist()
@@ -112,7 +110,7 @@ def test_prompts_go_where_their_prefix_is_and_are_answered_sooner_than_without_a
     assert max(holders) < 8, "a prefix is not everywhere"
 
 
-def test_pods_that_have_left_are_not_in_the_index_and_leave_no_cache() -> None:
+def test_departed_pods_leave_neither_index_entries_nor_caches() -> None:
     """A second half without requests lets the pools shrink again."""
     trace = texts(600, 4096, 0.05)
     last = texts(20, 64, 60.0)
@@ -171,7 +169,7 @@ def test_pods_that_are_as_loaded_as_others_get_as_many_requests() -> None:
     assert routed <= 1.1 * least
 
 
-def test_prefill_pods_that_encode_small_media_take_over_when_encoders_have_too_much() -> None:
+def test_prefill_pods_encode_small_media_when_encoders_are_overloaded() -> None:
     count = 400
     none, one = np.zeros(count, np.int64), np.ones(count, np.int64)
     media = {"image": one, "video": none, "audio": none}

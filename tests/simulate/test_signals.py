@@ -160,7 +160,7 @@ def utilization(deployment: MultimodalDeploymentSpec, numbers: Calibration) -> l
     return seen
 
 
-def test_one_sequence_is_a_core_of_those_requested_on_cpu_and_a_kernel_that_runs_on_gpu():
+def test_one_sequence_uses_one_host_core_and_its_kernel_share():
     numbers = Calibration.load(None).model_copy(
         update={"device": DeviceNumbers(host_cores=1.0, kernel_share=0.8)}
     )
@@ -177,7 +177,7 @@ def test_one_sequence_on_a_cpu_pod_uses_every_core_that_it_requested():
         assert gpu is None
 
 
-def test_an_hpa_without_a_cpu_request_has_no_metric_and_takes_no_action():
+def test_an_hpa_without_a_cpu_request_takes_no_action():
     pool = {"gpus": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 6}}
     deployment = spec(prefill=pool, decode=pool)
     hpa = Hpa(DeploymentPolicy.of(deployment), "cpu", 0.05)

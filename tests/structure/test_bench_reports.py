@@ -16,7 +16,7 @@ def git(folder: Path, *command: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_code_of_a_report_is_its_commit_with_a_mark_where_files_have_changed(tmp_path: Path):
+def test_a_report_names_its_commit_and_marks_changed_files(tmp_path: Path):
     git(tmp_path, "init")
     (tmp_path / "file").write_text("one")
     git(tmp_path, "add", "file")

@@ -106,7 +106,7 @@ def test_every_leg_runs_and_the_summary_names_what_failed_with_its_output(cases:
     assert text.splitlines()[-1] == "2 passed, 2 failed, 0 skipped"
 
 
-def test_a_test_with_programs_that_passes_alone_is_flaky_and_fails_no_leg(cases: Path) -> None:
+def test_a_test_that_passes_alone_is_flaky_and_fails_no_leg(cases: Path) -> None:
     (run,) = run_legs([leg_of("passes or chance")])
     assert not run.passed
     flaky = run_again(run)
@@ -131,7 +131,7 @@ def test_neither_pure_tests_nor_wrong_answers_nor_broken_promises_run_again(
     assert not run.passed
 
 
-def test_a_leg_that_takes_twice_its_budget_ends_with_the_stacks_of_its_processes(cases: Path) -> None:
+def test_a_leg_beyond_twice_its_budget_ends_with_process_stacks(cases: Path) -> None:
     hangs = leg_of("passes or hangs")
     (run,) = run_legs([replace(hangs, budget_minutes=0.1)])
     assert run.ended_late
@@ -149,7 +149,7 @@ def test_a_program_that_is_ended_may_remove_what_it_has_made(cases: Path) -> Non
     assert run.log.read_text().endswith("removed\n")
 
 
-def test_a_leg_that_still_runs_when_all_have_taken_too_long_is_ended(cases: Path) -> None:
+def test_a_leg_that_outlasts_the_total_limit_is_ended(cases: Path) -> None:
     begun = time.monotonic() - 60 * module.MOST_MINUTES
     (run,) = run_legs([Leg("late", ("sleep", "900"), 5)], begun)
     assert not run.passed
@@ -259,7 +259,7 @@ def test_what_is_not_run_is_the_last_thing_said_before_the_failures(cases: Path)
 
 
 @pytest.mark.parametrize(("second", "status"), [("true", 0), ("false", 1)])
-def test_a_run_fails_if_any_leg_does_and_only_a_gate_has_a_limit_for_all(
+def test_a_run_fails_with_any_leg_and_only_gates_are_limited(
     cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], second: str, status: int
 ) -> None:
     legs = [Leg("first", ("true",), 1), Leg("second", (second,), 1)]

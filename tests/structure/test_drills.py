@@ -58,7 +58,7 @@ def test_every_test_and_file_of_a_drill_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRILLS)
-def test_a_drill_has_a_reason_a_budget_and_a_date_that_has_not_passed(name: str) -> None:
+def test_a_drill_has_a_reason_a_budget_and_a_future_date(name: str) -> None:
     row: dict[str, Any] = DRILLS[name]
     assert row["why"]
     assert 0 < row["minutes"] <= 30
@@ -81,13 +81,13 @@ def test_known_flaky_tests_are_few_exist_and_are_repaired_within_two_weeks() -> 
 
 
 @pytest.mark.parametrize("name", ROTATION)
-def test_a_drill_of_the_rotation_is_short_and_steady_and_needs_no_second_environment(name: str) -> None:
+def test_a_drill_of_the_rotation_is_short_steady_and_made_of_tests(name: str) -> None:
     assert DRILLS[name]["minutes"] <= 8
     assert "until" not in DRILLS[name]
     assert "tests" in DRILLS[name]
 
 
-def test_the_commit_chooses_one_drill_of_the_rotation_and_each_has_its_turn() -> None:
+def test_the_commit_chooses_one_drill_and_each_has_its_turn() -> None:
     chosen = [choose(f"{number:08x}", []) for number in range(len(ROTATION))]
     assert [choice.run for choice in chosen] == [(name,) for name in ROTATION]
     assert choose("", []).run == (ROTATION[0],)
@@ -168,7 +168,7 @@ def test_without_history_or_git_nothing_is_known(
     assert head(repository) == ""
 
 
-def test_a_test_belongs_to_the_drill_of_its_module_or_of_its_name_unless_it_is_kept() -> None:
+def test_a_test_belongs_to_its_drill_unless_it_is_kept() -> None:
     faults = "tests/pipeline/test_faults.py"
     assert drill_of(f"{faults}::test_pods_measure_what_they_do[Native]") == "faults"
     assert not drill_of(f"{faults}::test_an_encoder_killed_while_it_encodes_costs_no_request[Native]")
@@ -178,7 +178,7 @@ def test_a_test_belongs_to_the_drill_of_its_module_or_of_its_name_unless_it_is_k
     assert not drill_of("tests/structure/test_drills.py::test_every_test_and_file_of_a_drill_exists[faults]")
 
 
-def test_names_of_the_table_that_no_test_of_their_module_has_are_found() -> None:
+def test_drill_entries_without_a_test_in_their_module_are_found() -> None:
     page = "tests/gateway/api/test_page_with_tools.py"
     kept = f"{page}::test_a_visitor_with_a_key_asks_with_tools_and_sends_results"
     assert stale([kept, "tests/structure/test_drills.py::test_any"]) == []

@@ -14,9 +14,7 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-async def test_sleepers_wake_in_the_order_of_their_moments_and_then_of_their_arrival(
-    clock: FakeClock,
-) -> None:
+async def test_sleepers_wake_in_order_of_moment_and_then_arrival(clock: FakeClock) -> None:
     woken: list[tuple[str, float]] = []
     begin = clock.now()
 
@@ -41,7 +39,7 @@ async def test_so_much_time_passes_as_the_test_lets(clock: FakeClock) -> None:
     assert (clock.now() - begin, clock.unix() - unix) == (1.5, pytest.approx(1.5))
 
 
-async def test_a_block_ends_with_a_timeout_at_its_moment_and_not_after_its_end(clock: FakeClock) -> None:
+async def test_a_block_times_out_at_its_moment_but_not_after_ending(clock: FakeClock) -> None:
     begin = clock.now()
 
     async def wait(seconds: float) -> float:

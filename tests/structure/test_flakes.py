@@ -19,9 +19,7 @@ from ci.legs import Leg
 pytestmark = pytest.mark.processes
 
 
-def test_a_process_is_stopped_and_goes_on_and_the_spared_one_is_never_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_is_stopped_and_resumed_but_never_the_spared_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flakes, "PAUSE_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(flakes, "STOPPED_SECONDS", (0.2, 0.3))
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -41,7 +39,7 @@ def test_a_process_is_stopped_and_goes_on_and_the_spared_one_is_never_stopped(
         spared.kill()
 
 
-def test_runs_are_added_to_those_of_the_same_commit_and_kind_and_to_no_others(
+def test_runs_are_added_only_to_those_of_the_same_commit_and_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "FOLDER", tmp_path / "logs")

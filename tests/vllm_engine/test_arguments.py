@@ -38,7 +38,7 @@ def arguments(folder: Path, device: torch.device = CPU, **vllm: Any) -> dict[str
     return engine_arguments(pod, folder, adapter_for(load_config(folder)), device, "engine")
 
 
-def test_every_argument_that_the_operator_sets_is_refused_by_name_under_each_of_its_names(llava):
+def test_every_argument_that_the_operator_sets_is_refused_under_each_name(llava):
     named = re.compile("|".join(map(expression, (HAVE_A_FIELD, OF_THE_OPERATOR, NOT_SERVED))))
     mine = arguments(llava, speculative={"method": "ngram", "numSpeculativeTokens": 2}).keys()
     mine |= arguments(llava, GPU).keys()
@@ -64,7 +64,7 @@ def test_ranks_share_the_memory_that_a_pod_has_for_kv(llava):
     [(3600, [], 3600), (60, [], 600), (3600, ["--distributed-timeout-seconds=90"], 90)],
     ids=["the pool's", "not less than NCCL's own", "an argument"],
 )
-def test_ranks_of_several_pods_wait_for_one_another_as_long_as_their_pool_may_start(
+def test_ranks_of_several_pods_wait_as_long_as_their_pool_may_start(
     llava: Path, deadline: int, extra: list[str], seconds: int
 ):
     vllm = {"tensorParallelSize": 2, "extraArgs": extra}
@@ -119,7 +119,7 @@ def gpu_arguments(folder: Path, total: int, *, budget: int = 16, tower: int = 0)
         return engine_arguments(pod, folder, adapter, GPU, "engine", (), tower * MEBIBYTE)
 
 
-def test_pods_that_share_a_gpu_take_the_kv_that_their_spec_says_or_a_part_of_the_share(llava):
+def test_pods_sharing_a_gpu_get_the_specified_kv_or_their_share(llava):
     """vLLM refuses to start when less memory than that share is free, even when its KV pool has a fixed size."""
     told = arguments(llava, GPU)
     assert told["kv_cache_memory_bytes"] == 16 * MEBIBYTE
@@ -138,7 +138,7 @@ def test_features_that_steps_hold_are_bounded_by_context_and_budget(llava: Path,
     assert given["ec_manager_config"]["manager_config"] == {MOST_ROWS: rows}
 
 
-def test_a_gpu_has_room_for_features_and_a_tower_beside_what_vllm_measures(llava: Path):
+def test_a_gpu_keeps_room_for_features_and_a_tower(llava: Path):
     features = 4096 * ROW / MEBIBYTE
     alone = gpu_arguments(llava, 1000)["gpu_memory_utilization"]
     assert alone == pytest.approx(0.9 * 0.25 - features / 1000)

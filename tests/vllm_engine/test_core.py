@@ -171,9 +171,7 @@ def test_log_probabilities_are_those_of_the_native_engine(core, asked):
         assert top[0][1] == pytest.approx(chosen, abs=1e-4)
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_the_native_engine_also_where_it_is_cached_or_preempted(
-    core, llava
-):
+def test_prompt_log_probabilities_equal_those_of_the_native_engine(core, llava):
     language, prompt = served(llava).language, prompt_of(3)
     params = SamplingParams(2, logprobs=3, ignore_eos=True, prompt_logprobs=True)
     engine = engine_oracle.make_engine(language, blocks=64, block_tokens=BLOCK)
@@ -251,9 +249,7 @@ RULES = {
     "how", [{}, {"temperature": 1.5, "seed": 7, "min_p": 0.05}], ids=["greedy", "seeded"]
 )
 @pytest.mark.parametrize("rules", RULES)
-def test_rules_do_what_they_do_in_the_native_engine_and_count_the_tokens_of_other_pods(
-    core, other, asked, answer, rules, how
-):
+def test_rules_act_as_in_the_native_engine_and_count_earlier_tokens(core, other, asked, answer, rules, how):
     rule = RULES[rules](answer)
     expected = native(asked, TOKENS, params=SamplingParams(TOKENS, ignore_eos=True, rules=rule, **how))[0]
     assert expected != native(asked, TOKENS, params=SamplingParams(TOKENS, ignore_eos=True, **how))[0]
@@ -287,7 +283,7 @@ def test_log_probabilities_are_those_before_the_rules(core, asked, answer):
     assert outcome.top["a"][0][0][0] == answer[0], "the likeliest token of the model, which was not chosen"
 
 
-def test_stop_tokens_end_an_answer_and_min_tokens_hold_them_back_on_every_pod(core, other, asked, answer):
+def test_stop_tokens_end_an_answer_unless_min_tokens_hold_them_back(core, other, asked, answer):
     stop = asked.with_(stop_token_ids=[answer[4], 150])
     first = answer.index(answer[4])
     stopped = run(core, asked, stop)
@@ -337,9 +333,7 @@ def test_little_text_before_a_late_feature_is_computed_with_it(core, llava):
     assert step(core).tokens["late"] == asked.answer(TOKENS)
 
 
-def test_a_few_tokens_between_a_cached_prefix_and_a_late_feature_are_computed_with_it(
-    core, llava, asked, answer
-):
+def test_few_tokens_before_a_late_feature_are_computed_with_it(core, llava, asked, answer):
     assert ask(core, asked) == answer
     other = question(llava, "what is this? " + LONG, zoo.image(100, 64, 2), LONG)
     cached = core.cached_tokens(other.request)
@@ -485,7 +479,7 @@ def test_kv_that_moved_to_another_core_gives_the_tokens_of_one(core, other, llav
     assert_empty(other)
 
 
-def test_kv_of_a_prompt_with_media_moves_whether_it_was_cached_or_not(core, other, asked, answer):
+def test_kv_of_a_media_prompt_moves_whether_cached_or_not(core, other, asked, answer):
     for _ in range(2):
         outcome = Outcome()
         assert hand_over(core, other, asked, outcome) == answer
@@ -580,7 +574,7 @@ def test_a_reservation_is_refused_by_what_is_missing(llava):
     assert_empty(core)
 
 
-def test_kv_with_a_gap_or_another_geometry_is_refused_and_the_reservation_stays(core, other, asked):
+def test_kv_with_a_gap_or_another_geometry_is_refused(core, other, asked):
     core.add("a", asked.request, stop_after_prefill=True)
     supply(core, "a", asked)
     outcome = step(core, until=lambda o: o.tokens.get("a"))
@@ -639,7 +633,7 @@ def test_prompts_with_late_features_that_would_fill_the_pool_both_go_on(llava, p
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_preempted_prefill_gives_its_blocks_back_and_is_readable_once_it_goes_on(
+def test_a_preempted_prefill_frees_its_blocks_and_becomes_readable_again(
     llava, other, asked, answer, prefix_cache
 ):
     core = make(
@@ -839,7 +833,7 @@ def test_stats_add_up(core, asked):
     assert stats.itl_seconds > 0
 
 
-def test_prefix_blocks_have_the_identities_of_the_native_engine_until_they_are_evicted(core, asked):
+def test_prefix_blocks_have_the_identities_of_the_native_engine(core, asked):
     expected: list[bytes] = []
     tokens = [*asked.request.token_ids, *ask(core, asked)[:-1]]
     extend_identities(
@@ -890,7 +884,7 @@ def assert_prefixes_are_cached(core):
     assert core._identities_in == held
 
 
-def test_prompts_that_part_within_a_block_leave_nothing_behind_when_they_are_evicted(llava):
+def test_prompts_that_diverge_within_a_block_leave_nothing_when_evicted(llava):
     """On CPUs, where both then have the identity of the first half of a block."""
     core = make(llava, blocks=12, max_model_len=8 * BLOCK, max_sequences=3)
     first, reported = prompt_of(0, more=IDENTITY), set()
@@ -943,7 +937,7 @@ ThreadPoolExecutor(1).submit(core.warm_up).result()
 """
 
 
-def test_a_thread_that_is_not_the_one_that_made_the_core_may_step_it(llava):
+def test_any_thread_may_step_a_core_made_by_another(llava):
     """With fewer threads than cores: what OpenMP has by itself is not what torch was told."""
     command = [sys.executable, "-c", ON_A_THREAD, str(llava)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

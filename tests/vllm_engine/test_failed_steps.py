@@ -46,7 +46,7 @@ def placed(number: int, **facts: int) -> GenerateRequest:
     return replace(text_request([5 + number, 6, 7]), **facts)
 
 
-def test_bystanders_of_a_step_that_fails_are_placed_again_however_often_they_have_moved(failing):
+def test_bystanders_of_a_failed_step_are_placed_again_despite_earlier_moves(failing):
     failed = failing(RuntimeError("boom"), fresh=placed(0), moved=placed(1, attempt=7))
     assert {name: (type(error), error.retryable) for name, error in failed.items()} == {
         "fresh": (SuspectError, True),
@@ -54,7 +54,7 @@ def test_bystanders_of_a_step_that_fails_are_placed_again_however_often_they_hav
     }
 
 
-def test_a_request_in_whose_steps_two_engines_have_failed_ends_with_the_third(failing):
+def test_a_request_ends_with_the_third_engine_that_fails_on_it(failing):
     failed = failing(
         RuntimeError("boom"), once=placed(0, engine_failures=1), twice=placed(1, engine_failures=2)
     )
@@ -87,7 +87,7 @@ def test_a_request_is_placed_again_where_memory_was_short(failing, error):
     assert (type(failed["alone"]), failed["alone"].retryable) == (OverloadedError, True)
 
 
-def test_a_device_that_a_rank_has_lost_is_no_fault_of_a_request(failing):
+def test_a_rank_that_loses_its_device_blames_no_request(failing):
     words = (
         "Worker failed with error 'CUDA error: an illegal memory access', please check the stack trace above"
     )

@@ -155,7 +155,7 @@ def ids(questions: dict[str, cores.Question]) -> tuple[str, str]:
     return tuple(questions[name].request.features[0].feature_id for name in ("long", "short"))  # type: ignore[return-value]
 
 
-async def test_a_preempted_prompt_gets_its_features_from_the_store_where_they_are_still_there(
+async def test_a_preempted_prompt_gets_its_features_from_the_store(
     pod: Pod, questions: dict[str, cores.Question]
 ) -> None:
     await pod.place("long")
@@ -168,7 +168,7 @@ async def test_a_preempted_prompt_gets_its_features_from_the_store_where_they_ar
     assert pod.late == 2
 
 
-async def test_a_long_answer_leaves_its_room_to_a_new_request_and_survives_a_preemption(
+async def test_a_long_answer_yields_its_room_and_survives_a_preemption(
     pod: Pod, questions: dict[str, cores.Question]
 ) -> None:
     long, short = ids(questions)

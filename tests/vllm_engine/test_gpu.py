@@ -61,7 +61,7 @@ def test_cuda_graphs_change_no_answer_however_many_sequences_share_a_step(models
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "CUDA graphs"])
 @pytest.mark.parametrize("arch", ["llava", "qwen2_vl"])
-def test_kv_in_half_precision_moves_and_the_answer_is_that_of_one_core(models, asked, arch, compiled):
+def test_half_precision_kv_moves_without_changing_the_answer(models, asked, arch, compiled):
     settings: dict[str, Any] = {"dtype": "BFloat16", "compiled": compiled, "prefix_cache": False}
     source, target = (cores.make(models[arch], **settings) for _ in range(2))
     assert source.kv_layout.dtype == "bfloat16"

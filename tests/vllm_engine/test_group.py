@@ -180,7 +180,7 @@ def replica(
     [(2, 1, "leader"), (1, 2, "follower")],
     ids=["layers split, the leader is asked to stop", "layers divided, the follower is"],
 )
-async def test_two_pods_answer_as_one_and_a_drain_finishes_requests_and_ends_both(
+async def test_two_pods_answer_and_drain_as_one(
     llava: Path,
     expected: list[int],
     nats_server: NatsServer,
@@ -249,7 +249,7 @@ async def test_a_death_while_the_stages_start_ends_both_with_a_reason(
             assert dead in last
 
 
-async def test_a_leader_that_is_asked_to_stop_before_its_followers_are_there_ends_well(
+async def test_a_leader_stopped_before_its_followers_start_exits_cleanly(
     llava: Path, nats_server: NatsServer, tmp_path: Path
 ):
     with replica(llava, nats_server, tmp_path) as pods:
@@ -259,7 +259,7 @@ async def test_a_leader_that_is_asked_to_stop_before_its_followers_are_there_end
         assert pods.leader.ended() == 0, pods.leader.said()[-3000:]
 
 
-async def test_what_a_follower_cannot_start_with_is_the_reason_of_the_leader_too(
+async def test_a_leader_reports_why_its_follower_cannot_start(
     llava: Path, nats_server: NatsServer, tmp_path: Path
 ):
     """One that has GPUs in its spec and none that works."""

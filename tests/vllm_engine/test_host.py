@@ -56,14 +56,14 @@ def made(start_deadline_seconds: int = 600) -> VllmHost:
     return VllmHost(pod, CPU)
 
 
-def test_a_first_step_that_fails_once_does_not_keep_a_pod_from_serving(caplog):
+def test_a_pod_serves_although_its_first_step_fails_once(caplog):
     runner = Runner(RuntimeError("busy"))
     warmed_up(runner)
     assert runner.steps == 2
     assert "vLLM's first step failed (busy); it is tried once more" in caplog.text
 
 
-def test_a_pod_whose_first_step_fails_again_does_not_become_ready_and_gives_the_first_reason():
+def test_a_first_step_that_fails_twice_reports_the_first_reason():
     with pytest.raises(EngineSettingsError, match=r"vLLM cannot start: no kernel; change spec\.model or"):
         warmed_up(Runner(ValueError("no kernel"), RuntimeError("Executor failed.")))
 
@@ -97,7 +97,7 @@ def test_a_core_is_made_with_what_the_tower_beside_it_needs() -> None:
     assert made.call_args.args[-1] == 7
 
 
-def test_a_first_step_that_does_not_end_before_the_start_deadline_keeps_the_pod_from_serving(monkeypatch):
+def test_a_first_step_past_the_start_deadline_prevents_serving(monkeypatch):
     monkeypatch.setattr("mmd_workers.vllm_engine.ranks.together.LEAST_JOIN_SECONDS", 0.1)
     host = made(start_deadline_seconds=0)
 
@@ -109,7 +109,7 @@ def test_a_first_step_that_does_not_end_before_the_start_deadline_keeps_the_pod_
         asyncio.run(host.warm_up())
 
 
-def test_a_first_step_may_take_as_long_as_the_pod_may_take_to_start(monkeypatch):
+def test_a_first_step_may_take_as_long_as_the_start_deadline(monkeypatch):
     monkeypatch.setattr("mmd_workers.sequences.step_thread.LIMIT_SECONDS", 0.01)
 
     class Slow(Runner):

@@ -140,7 +140,7 @@ class Ranks:
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(("heads", "ranks"), [(1, 2), (2, 4), (4, 2), (2, 8), (8, 8)])
-def test_each_rank_has_its_own_heads_of_what_is_written_and_all_are_read(
+def test_each_rank_writes_its_own_heads_and_all_are_read(
     heads: int, ranks: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_of_ranks, "CALL_BYTES", 10_000)  # less than is moved
@@ -171,9 +171,8 @@ def test_each_rank_has_its_own_heads_of_what_is_written_and_all_are_read(
     ],
     ids=["fails", "is late"],
 )
-def test_a_call_that_fails_in_one_rank_ends_all_because_answers_would_be_out_of_step(
-    broken: Exception, words: str
-) -> None:
+def test_a_call_that_fails_in_one_rank_ends_all(broken: Exception, words: str) -> None:
+    """Later answers would be out of step."""
     executor = Ranks(2, 2, 1)
     kv = RankedKv(executor, cores.BLOCK, torch.device("cpu"))
     executor.broken = broken
@@ -202,7 +201,7 @@ def test_layers_that_differ_in_their_data_type_are_refused() -> None:
     ("ranks", "backend", "device"),
     [(1, "Gloo", "cuda"), (2, "Gloo", "cpu"), (2, "Nixl", "cuda")],
 )
-def test_kv_of_ranks_stays_in_the_memory_of_the_host_where_gloo_takes_it_from_there(
+def test_kv_of_ranks_stays_on_the_host_where_gloo_reads_it(
     ranks: int, backend: str, device: str, tmp_path: Path
 ) -> None:
     pod = cores.pod_of(tmp_path, vllm={"tensorParallelSize": ranks}, moves=True, kv_backend=backend)

@@ -85,7 +85,7 @@ def core(pair):
     cores.clear(pair)
 
 
-def test_requests_with_and_without_adapters_share_steps_and_answer_as_the_merged_models_do(core, adapted):
+def test_requests_with_and_without_adapters_share_steps(core, adapted):
     for kind, name in adapted.answers:
         core.add(f"{kind} {name}", adapted.asked(kind).by(name), stop_after_prefill=False)
         cores.supply(core, f"{kind} {name}", adapted.asked(kind))
@@ -97,7 +97,7 @@ def test_requests_with_and_without_adapters_share_steps_and_answer_as_the_merged
     cores.assert_empty(core)
 
 
-def test_a_sequence_goes_on_with_its_adapter_on_the_pod_that_it_moved_to(core, pair, adapted):
+def test_a_sequence_keeps_its_adapter_on_another_pod(core, pair, adapted):
     for kind, name in adapted.answers:
         asked, sequence = adapted.asked(kind), f"{kind} {name}"
         core.add(sequence, asked.by(name), stop_after_prefill=True)
@@ -114,7 +114,7 @@ def test_a_sequence_goes_on_with_its_adapter_on_the_pod_that_it_moved_to(core, p
         assert [*adapted_first, *rest] == adapted.answers[kind, name], (kind, name)
 
 
-def test_a_prefix_that_one_adapter_computed_serves_no_other_and_not_the_model(core, adapted):
+def test_a_cached_prefix_serves_only_the_adapter_that_computed_it(core, adapted):
     asked = adapted.image
     for name in (BASE, *adapted.adapters):
         assert core.cached_tokens(asked.by(name)) == 0, name
@@ -173,7 +173,7 @@ def test_vllms_metric_of_adapters_names_those_that_run_now(core, adapted):
     assert [one["running_lora_adapters"] for one in series()] == [""]
 
 
-def test_ranks_and_slots_come_from_the_adapters_and_one_slot_stays_empty_on_cpus(adapted):
+def test_ranks_and_slots_follow_the_adapters_with_a_spare_on_cpus(adapted):
     loras = lora.found(specs(adapted.adapters))
     assert [one.rank for one in loras] == [8, 3]
     assert lora.arguments(loras, cores.CPU) == {
@@ -321,7 +321,7 @@ def test_ranks_and_alphas_of_single_layers_and_rslora_scale_as_peft_does(tmp_pat
 
 
 @pytest.mark.parametrize("arch", WITHOUT)
-def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_by_the_field(arch, tmp_path):
+def test_an_architecture_that_vllm_runs_without_adapters_is_refused(arch, tmp_path):
     folder = cores.checkpoint(arch, tmp_path)
     loras = {"one": adapters.write(tmp_path / "one", cores.served(folder).model, seed=1)}
     with pytest.raises(
@@ -332,7 +332,7 @@ def test_an_architecture_that_vllm_runs_without_adapters_only_is_refused_by_the_
 
 @pytest.mark.alone
 @cores.needs_ranks
-def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_not_fit(tmp_path):
+def test_ranks_answer_with_adapters_and_report_what_does_not_fit(tmp_path):
     adapted = Adapted("llava", tmp_path)
     core = cores.make(adapted.folder, vllm={"tensorParallelSize": 2}, adapters=adapted.adapters)
     try:
@@ -347,7 +347,7 @@ def test_ranks_answer_with_adapters_as_the_merged_model_does_and_say_what_does_n
 
 @pytest.mark.alone
 @cores.needs_ranks
-def test_ranks_that_share_a_head_of_keys_and_values_answer_with_an_adapter(tmp_path):
+def test_ranks_that_share_a_kv_head_answer_with_an_adapter(tmp_path):
     """vLLM counts the copies of such a head, and the adapter has it once."""
     size = cores.random_model.Size(hidden=128, kv_heads=1)
     folder = cores.random_model.build("qwen2_vl", tmp_path / "model", size=size)
@@ -377,7 +377,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("config", "words"), KINDS.values(), ids=KINDS)
-def test_a_kind_of_adapter_that_is_not_served_is_refused_in_one_line(adapted, tmp_path, config, words):
+def test_an_unsupported_kind_of_adapter_is_refused_in_one_line(adapted, tmp_path, config, words):
     folder = adapters.write(tmp_path / "bad", adapted.whole, seed=3, **config)
     with pytest.raises(
         EngineSettingsError, match=r"spec\.engine\.adapters\[bad\]: vLLM .* cannot serve it: "
@@ -416,7 +416,7 @@ def test_a_tensor_that_changes_no_layer_of_the_language_model_is_named(core, ada
         assert f"its tensor {name} changes no linear layer" in refusal
 
 
-def test_an_adapter_of_a_model_of_another_size_is_refused_with_its_first_tensor(core, adapted, tmp_path):
+def test_an_adapter_for_a_model_of_another_size_is_refused(core, adapted, tmp_path):
     """vLLM itself would fill a part of the layer with it."""
     folder = adapters.write(tmp_path / "small", adapted.whole, seed=3)
     name = f"{adapters.PREFIX}{next(iter(adapters.linears(adapted.whole)))}"
@@ -428,7 +428,7 @@ def test_an_adapter_of_a_model_of_another_size_is_refused_with_its_first_tensor(
         assert words in refusal
 
 
-def test_half_of_a_layer_or_a_rank_other_than_the_configurations_is_refused(core, adapted, tmp_path):
+def test_half_a_layer_or_a_rank_unlike_the_configuration_is_refused(core, adapted, tmp_path):
     """vLLM itself would answer as the model alone there, or scale what the tensors make wrongly."""
     name = f"{adapters.PREFIX}{next(iter(adapters.linears(adapted.whole)))}"
     folder = adapters.write(tmp_path / "bad", adapted.whole, seed=3)
@@ -448,9 +448,7 @@ def test_half_of_a_layer_or_a_rank_other_than_the_configurations_is_refused(core
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_adapter_with_values_that_are_no_numbers_is_refused_with_the_tensor(
-    core, adapted, tmp_path, value
-):
+def test_an_adapter_with_values_that_are_not_finite_is_refused(core, adapted, tmp_path, value):
     layer, module = next(iter(adapters.linears(adapted.whole).items()))
     tensor = f"{adapters.PREFIX}{layer}.lora_A.weight"
     bad = torch.full((8, module.in_features), value)

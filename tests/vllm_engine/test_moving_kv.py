@@ -138,9 +138,7 @@ def _kv_of_a_prefix(core: Any, asked: Question) -> list[torch.Tensor]:
 
 
 @cores.needs_ranks
-def test_a_rank_that_ends_while_kv_is_read_ends_the_engine_and_is_reported(
-    llava: Path, asked: Question
-) -> None:
+def test_a_rank_that_ends_during_a_kv_read_ends_the_engine(llava: Path, asked: Question) -> None:
     lost: Queue[str] = Queue()
     core = cores.make(llava, vllm=RANKS, moves=True, rank_lost=lost.put)
     core.add("a", asked.request, stop_after_prefill=True)

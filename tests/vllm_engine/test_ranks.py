@@ -49,7 +49,7 @@ def ranks(core: Any) -> list[Any]:
     return list(core._core.model_executor.workers)
 
 
-def test_the_end_of_a_rank_is_reported_with_its_cause_while_another_hangs(split, lost):
+def test_a_rank_that_ends_is_reported_while_another_hangs(split, lost):
     first, second = ranks(split)
     os.kill(first.proc.pid, signal.SIGSTOP)
     os.kill(second.proc.pid, signal.SIGKILL)
@@ -77,9 +77,8 @@ def test_a_request_that_has_ended_engines_before_is_not_placed_again(split, lost
     assert [name for name, _ in split.step().failed] == ["a"]
 
 
-def test_a_pod_of_several_ranks_has_the_metrics_of_one_engine_and_reports_none_that_it_stops(
-    split, llava, lost
-):
+def test_several_ranks_have_the_metrics_of_one_engine(split, llava, lost):
+    """Ranks that the pod itself stops are not reported as lost."""
     split.add("a", cores.text_request([1, 2, 3], 5), stop_after_prefill=False)
     cores.step(split)
     counted = {

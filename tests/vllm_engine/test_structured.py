@@ -165,7 +165,7 @@ def test_neighbours_with_other_grammars_and_none_change_nothing(core, folder, te
 
 
 @TEMPERATURES
-def test_each_of_a_batch_follows_its_own_grammar_when_those_before_it_have_ended(core, folder, temperature):
+def test_each_sequence_of_a_batch_follows_its_own_grammar(core, folder, temperature):
     """vLLM moves the last row to the place of one that has ended."""
     lengths = {"a": 2, "b": 24, "c": 24, "d": 6}
     wanted = {
@@ -239,7 +239,7 @@ def test_what_vllm_logs_of_a_failed_step_has_nothing_of_the_grammar(core, folder
     assert "secret" not in caplog.text
 
 
-def test_a_request_gets_no_mask_while_a_part_of_its_prompt_is_computed(core, folder, monkeypatch):
+def test_a_request_gets_no_mask_before_its_prompt_is_computed(core, folder, monkeypatch):
     computed, made = [], StepMasks.of
     monkeypatch.setattr(
         StepMasks, "of", lambda found, device: computed.append([*found]) or made(found, device)
@@ -251,7 +251,7 @@ def test_a_request_gets_no_mask_while_a_part_of_its_prompt_is_computed(core, fol
     assert chunks > 1
 
 
-def test_masks_are_computed_once_the_model_runs_and_before_anything_waits_for_it(core, folder, monkeypatch):
+def test_masks_are_computed_while_the_model_runs(core, folder, monkeypatch):
     order, executor, masks_of = [], core._core.model_executor, StepMasks.of
     execute = executor.execute_model
 
