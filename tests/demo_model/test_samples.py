@@ -58,7 +58,7 @@ def test_a_file_matches_its_type_and_is_the_same_each_time(kind, mime, container
 
 
 @pytest.mark.parametrize("kind", MODALITIES)
-def test_the_question_is_one_of_the_kind_and_the_answer_follows_from_the_facts(kind):
+def test_the_question_fits_the_kind_and_the_answer_the_facts(kind):
     for seed in SEEDS:
         sample, scene = draw(kind, seed), draw_scene(kind, seed)
         assert sample.bytes == scene.bytes

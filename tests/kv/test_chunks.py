@@ -50,9 +50,7 @@ layers = st.lists(st.tuples(st.integers(1, 16), st.sampled_from([32, 80, 128, 25
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_what_is_sent_is_received_bit_for_bit_for_any_layout_and_dtype(
-    shape, num_tokens, dtype, scattered, first
-):
+def test_any_layout_and_dtype_is_received_bit_for_bit(shape, num_tokens, dtype, scattered, first):
     geometry = layout([h for h, _ in shape], [d for _, d in shape], dtype)
     tensors = chunks.empty_range(geometry, num_tokens, CPU)
     for tensor in tensors:
@@ -72,7 +70,7 @@ def test_what_is_sent_is_received_bit_for_bit_for_any_layout_and_dtype(
         assert torch.equal(sent.view(torch.uint8), arrived.view(torch.uint8))
 
 
-def test_a_range_is_received_into_one_buffer_and_its_layers_are_views_of_it():
+def test_layers_of_a_received_range_are_views_of_one_buffer():
     geometry = layout([8] * 6, [128] * 6)
     wire = Wire()
     chunks.send_range(wire, chunks.empty_range(geometry, 700, CPU), 0)

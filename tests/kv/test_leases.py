@@ -14,7 +14,7 @@ def granted(seconds: float = 10.0) -> LeaseTable:
     return table
 
 
-def test_a_commit_within_the_lease_hands_the_blocks_over_and_nothing_frees_them_again():
+def test_a_commit_within_the_lease_hands_the_blocks_over_for_good():
     table = granted()
     assert table.commit("l", now=9.9) is True
     assert table.expire(now=1000.0) == []
@@ -31,7 +31,7 @@ def test_a_repeated_commit_is_answered_alike_even_after_its_time():
 
 
 @pytest.mark.parametrize("now", [10.0, 10.1, 99.0])
-def test_a_commit_at_or_after_expiry_is_refused_before_and_after_the_blocks_were_freed(now):
+def test_a_commit_at_or_after_expiry_is_refused(now):
     table = granted()
     with pytest.raises(LeaseError, match="offer the request again"):
         table.commit("l", now)

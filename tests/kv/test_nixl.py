@@ -83,7 +83,7 @@ def move(one: NixlLink, two: NixlLink, tag: int = 0, size: int = 1000) -> bool:
         (_READY.pack(b"R", 1, 0, 8) + b"metadata", "NIXL_ERR_MISMATCH"),
     ],
 )
-def test_what_a_peer_may_not_send_ends_the_link_and_leaves_the_tensor_alone(pair, message, reason):
+def test_a_forbidden_message_ends_the_link_and_spares_the_tensor(pair, message, reason):
     own, peer = pair()
     got = torch.full((8,), 7, dtype=torch.uint8)
     with ThreadPoolExecutor(1) as threads:
@@ -97,7 +97,7 @@ def test_what_a_peer_may_not_send_ends_the_link_and_leaves_the_tensor_alone(pair
         own.send(got, 0)
 
 
-def test_a_peer_may_announce_no_more_slots_than_it_can_have_nor_a_tag_twice(pair):
+def test_a_peer_may_not_announce_too_many_slots_or_repeated_tags(pair):
     for tags in (range(MAX_SLOTS + 1), (3, 3)):
         own, peer = pair()
         for tag in tags:
@@ -159,7 +159,7 @@ def test_a_piece_that_nobody_receives_fails_at_its_deadline(pair):
         own.send(torch.zeros(8, dtype=torch.uint8), 1)
 
 
-def test_pieces_one_after_the_other_take_one_slot_of_each_side_and_direction(pair):
+def test_successive_pieces_take_one_slot_per_side_and_direction(pair):
     one, two = pair()
     assert all(move(one, two, tag, PIECE_BYTES) for tag in range(4))
     assert all(move(two, one, tag) for tag in range(4))
@@ -183,7 +183,7 @@ def test_more_pieces_than_slots_wait_for_one_another(pair):
     assert len(one._slots) == 1
 
 
-def test_a_closed_link_has_freed_its_agent_and_its_memory_and_closes_again(pair):
+def test_a_closed_link_has_freed_agent_and_memory_and_closes_again(pair):
     one, two = pair()
     assert move(one, two)
     one.close()
@@ -308,7 +308,7 @@ two.close()
 
 
 @pytest.mark.parametrize(("chosen", "used"), [(None, False), ("cma,tcp", True)], ids=["default", "chosen"])
-def test_no_process_writes_into_another_ones_memory_on_its_own_unless_the_user_chose_it(chosen, used):
+def test_no_process_writes_into_anothers_memory_unless_the_user_chose_it(chosen, used):
     """With cma a sender that stalled would write into what the receiver has freed long ago."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     environment |= {"UCX_PROTO_INFO": "y"} | ({"UCX_TLS": chosen} if chosen else {})
@@ -325,7 +325,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch):
         LinkManager("Nixl", "pod", "i0", "127.0.0.1", CPU)
 
 
-def test_for_a_torch_of_another_cuda_the_error_names_the_package_for_that(monkeypatch):
+def test_the_error_names_the_package_for_the_cuda_of_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     with pytest.raises(BackendUnavailableError, match=r"nixl_cu12.*; install nixl-cu12 in the image"):

@@ -82,7 +82,7 @@ def test_a_row_has_its_codes_and_its_scale(wire_format, row):
 
 
 @pytest.mark.parametrize("wire_format", FORMATS)
-def test_a_head_of_zeros_stays_one_and_heads_do_not_touch_one_another(wire_format):
+def test_a_head_of_zeros_stays_zero_and_heads_are_independent(wire_format):
     layout = KvLayout(1, [3], [7], "float32")
     tensor = torch.zeros(2, 2, 3, 7)
     tensor[:, 0, 1] = 1e30
@@ -94,7 +94,7 @@ def test_a_head_of_zeros_stays_one_and_heads_do_not_touch_one_another(wire_forma
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wire_format", FORMATS)
-def test_the_largest_values_of_a_type_stay_finite_and_the_least_stay_small(wire_format, dtype):
+def test_the_largest_values_stay_finite_and_the_least_stay_small(wire_format, dtype):
     layout, info = KvLayout(1, [1], [8], dtype), torch.finfo(getattr(torch, dtype))
     signs = torch.tensor([1, -1] * 4, dtype=getattr(torch, dtype))
     for value, other in itertools.product([info.max, info.tiny, info.smallest_normal / 2], [1, 0.5, 0]):
@@ -107,7 +107,7 @@ def test_the_largest_values_of_a_type_stay_finite_and_the_least_stay_small(wire_
 
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("wire_format", FORMATS)
-def test_a_head_with_a_value_that_is_not_finite_arrives_as_nan_and_the_others_are_whole(wire_format, value):
+def test_only_a_head_with_a_nonfinite_value_arrives_as_nan(wire_format, value):
     layout = KvLayout(1, [2], [6], "float32")
     (tensor,) = kv(layout, 3)
     (whole,) = moved(KvWire(layout, wire_format), [tensor])

@@ -55,7 +55,7 @@ def pair():
     theirs.close()
 
 
-def test_a_peer_that_calls_before_it_is_awaited_is_kept_and_each_link_gets_its_own(meeting):
+def test_a_peer_that_calls_early_is_kept_for_its_own_link(meeting):
     place = meeting()
     first, second = (call(place.endpoint, name, later()) for name in ("first", "second"))
     first.sendall(b"1")
@@ -125,7 +125,7 @@ def test_of_too_many_an_awaited_one_is_hung_up_on_last(meeting, monkeypatch):
     assert awaited.recv(1) == b""
 
 
-def test_who_waits_for_a_peer_is_released_when_nobody_wants_the_link_any_more(meeting):
+def test_who_waits_for_an_unwanted_link_is_released(meeting):
     place, given_up = meeting(), threading.Event()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(place.accept, "link", later(), given_up)
@@ -193,14 +193,14 @@ def test_what_either_side_sets_both_have_until_they_have_connected(meeting):
     ],
     ids=["get", "wait", "finish", "set"],
 )
-def test_a_peer_that_stops_in_the_middle_is_waited_for_until_the_deadline(pair, operation):
+def test_a_peer_that_stops_midway_is_awaited_until_the_deadline(pair, operation):
     exchange, peer = pair(SOON)
     peer.sendall(b"\0")
     with pytest.raises(LinkError, match="did not answer within the connect deadline"):
         operation(exchange)
 
 
-def test_what_torch_asks_of_a_store_after_the_peers_have_connected_is_answered_here(pair):
+def test_store_calls_of_torch_after_connecting_are_answered_locally(pair):
     exchange, peer = pair()
     exchange.set("x/known", b"value")
     peer.sendall(_VALUE.pack(0, 0))

@@ -43,7 +43,7 @@ def followed(tmp_path: Path) -> Followed:
     return Followed(tmp_path)
 
 
-def test_a_setting_that_may_change_at_runtime_reaches_the_processes_that_read_it(followed: Followed) -> None:
+def test_a_runtime_setting_reaches_only_the_processes_that_read_it(followed: Followed) -> None:
     before = {c: file.read_text() for c, file in followed.configs.items()}
     followed.write(gateway={"maxRetries": 1}, slo={"ttftMilliseconds": 300})
     followed.follower.check()
@@ -72,7 +72,7 @@ def test_an_invalid_file_changes_nothing_and_is_reported_once(followed: Followed
     assert "maxRetries" in followed.logged[0]
 
 
-def test_a_file_that_asks_for_several_nats_servers_is_followed_as_it_runs_on_one_machine(
+def test_a_followed_file_for_several_nats_servers_runs_with_one(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "three.yaml"

@@ -124,7 +124,7 @@ async def test_pods_start_again_although_what_forked_them_is_killed() -> None:
     assert not psutil.pid_exists(int(line.split()[1]))
 
 
-async def test_a_server_that_could_not_be_started_is_started_with_the_next_order(
+async def test_a_server_that_failed_to_start_starts_with_the_next_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, descriptors = ForkServer(), psutil.Process().num_fds()
@@ -158,7 +158,7 @@ async def test_an_order_to_a_server_that_cannot_start_fails(monkeypatch: pytest.
         await asyncio.wait_for(python(ForkServer(), ""), SECONDS)
 
 
-async def test_the_last_words_of_a_server_that_cannot_start_are_the_reason_why_its_pod_is_given_up(
+async def test_a_servers_last_words_explain_why_its_pod_is_given_up(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"

@@ -22,7 +22,7 @@ class CrashedServer:
         raise FULL
 
 
-async def test_a_server_that_cannot_start_for_want_of_disk_is_given_up_with_the_reason(
+async def test_a_server_without_disk_space_is_given_up_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor_module, "BACKOFF_SECONDS", (0.0, 0.0))

@@ -62,7 +62,8 @@ def test_no_process_is_pointed_at_a_volume_that_only_a_container_has(
         assert not gone, f"{pod.name}: {gone}"
 
 
-def test_a_cache_on_a_claim_is_this_machines_own_and_the_hub_has_what_it_lacks(tmp_path: Path) -> None:
+def test_a_cache_on_a_claim_becomes_the_machines_own(tmp_path: Path) -> None:
+    """What the cache lacks comes from the hub."""
     body = yaml.safe_load((EXAMPLES / "demo.yaml").read_text())
     cache = {"type": "Hub", "cache": {"claimName": "weights"}}
     body["spec"]["model"] = {"id": "org/model", "storage": cache}
@@ -72,7 +73,7 @@ def test_a_cache_on_a_claim_is_this_machines_own_and_the_hub_has_what_it_lacks(t
         assert not {WEIGHTS, "HF_HUB_OFFLINE"} & set(pod.environment)
 
 
-def test_pods_with_a_thread_for_each_core_take_turns_unless_they_request_cpu(tmp_path: Path) -> None:
+def test_pods_with_a_thread_per_core_take_turns_unless_requesting_cpu(tmp_path: Path) -> None:
     deployment = up.load(EXAMPLES / "demo.yaml")
     prefill = deployment.spec.prefill
     assert prefill is not None
@@ -178,7 +179,7 @@ def test_a_line_of_a_pod_cannot_command_the_terminal(capsys: pytest.CaptureFixtu
     assert "\x1b" not in said
 
 
-def test_a_port_that_was_given_is_given_to_nobody_else_before_anybody_listens_there(
+def test_a_given_port_is_not_given_again_before_it_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pods, "_FREE_PORTS", range(14_000, 14_100))

@@ -84,7 +84,7 @@ def test_the_share_of_a_given_memory_is_divided_among_requests(tmp_path):
         assert planned.requests(pool, longest) == pool.kv_bytes // longest.kv_bytes > 10
 
 
-def test_the_command_prints_the_budget_and_fails_for_a_pod_that_would_not_start(tmp_path):
+def test_the_command_prints_budgets_and_fails_for_pods_that_cannot_start(tmp_path):
     run = CliRunner().invoke(app, ["plan-memory", "-f", str(EXAMPLES / "demo.yaml"), "--memory", "4Gi"])
     assert run.exit_code == 0, run.output
     for part in (
@@ -124,7 +124,7 @@ def groups(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_replica_that_spans_pods_is_planned_by_the_gpus_that_share_it(groups: Path):
+def test_a_replica_that_spans_pods_is_planned_by_its_gpus(groups: Path):
     run = CliRunner().invoke(app, ["plan-memory", "-f", str(groups), "--memory", "4Gi"])
     assert run.exit_code == 0, run.output
     assert "each of the 4 GPUs of a decode replica (prefill+decode), memory 4,096.0 MiB" in run.output
@@ -140,7 +140,7 @@ def test_a_replica_that_spans_pods_is_planned_by_the_gpus_that_share_it(groups: 
     assert split.requests(part, longest) == whole.requests(all_of_it, longest)
 
 
-def test_mmd_up_refuses_a_replica_that_spans_pods_with_the_field_and_the_remedy(groups: Path):
+def test_mmd_up_refuses_a_replica_that_spans_pods(groups: Path):
     run = CliRunner().invoke(app, ["up", "-f", str(groups)])
     assert run.exit_code == 1
     words = " ".join(run.output.split())

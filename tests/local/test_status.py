@@ -49,7 +49,7 @@ def test_who_may_use_the_gateway_is_shown(
     assert said in shown.output
 
 
-def test_a_certificate_that_cannot_be_used_and_an_issuer_that_is_away_are_shown(
+def test_an_unusable_certificate_and_an_absent_issuer_are_shown(
     deployment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     auth = {"enabled": True, "tenants": 2, "fault": "", "issuer_fault": "status 500"}

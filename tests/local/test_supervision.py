@@ -113,7 +113,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
     running.close()
 
 
-def test_a_killed_nats_server_comes_back_on_its_port_and_requests_are_answered_again(up: Up) -> None:
+def test_a_killed_nats_server_returns_on_its_port_and_serves_again(up: Up) -> None:
     answer = up.ask()
     before = up.nats()
     assert before is not None

@@ -201,7 +201,7 @@ async def test_a_process_that_stayed_up_between_its_crashes_is_never_given_up(wa
 
 
 @pytest.mark.processes
-async def test_a_real_process_that_is_killed_is_started_again_and_stopped_in_the_end() -> None:
+async def test_a_killed_real_process_is_restarted_and_finally_stopped() -> None:
     port = free_port()
     command = [sys.executable, "-c", WORKER.format(port=port)]
     lines: list[str] = []

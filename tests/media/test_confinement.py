@@ -274,7 +274,7 @@ async def test_everything_that_is_served_decodes_inside_as_it_does_outside() -> 
         await pool.close()
 
 
-async def test_a_decoder_cannot_pass_one_medium_off_as_another_or_as_an_impossible_one() -> None:
+async def test_a_decoder_cannot_lie_about_what_a_medium_is() -> None:
     lie = """
 from mmd_workers.media import confinement, decode_process
 confine = confinement.confine

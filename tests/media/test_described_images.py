@@ -37,7 +37,7 @@ def test_an_animated_png_is_turned_as_its_exif_says(frames: int) -> None:
     assert np.array_equal(decoded(file.getvalue()), turned)
 
 
-def test_texts_of_a_png_without_end_are_not_all_read_and_hide_no_exif_before_them() -> None:
+def test_endless_png_texts_are_not_all_read_and_hide_no_exif() -> None:
     file, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (4, 6)).save(file, "PNG", exif=exif)
@@ -109,7 +109,5 @@ FILLER = bytes([5, 24]) + bytes(range(1, 25))
         pytest.param(b"\xff" * 40, 0, id="a type without end"),
     ],
 )
-def test_the_recovery_point_of_a_recording_is_found_wherever_its_unit_has_it(
-    messages: bytes, frames: int
-) -> None:
+def test_a_recordings_recovery_point_is_found_wherever_its_unit_has_it(messages: bytes, frames: int) -> None:
     assert _recovery_frames([bytes([0x67, 1, 2]), bytes([6]) + messages]) == frames

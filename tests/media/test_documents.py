@@ -64,7 +64,7 @@ async def test_pages_have_the_sizes_and_colours_that_poppler_gives_them(pool: De
         assert difference.mean() < 2
 
 
-async def test_pages_come_in_the_order_of_the_document_and_as_they_are_chosen(pool: DecodePool) -> None:
+async def test_pages_come_in_document_order_and_as_chosen(pool: DecodePool) -> None:
     first, second, third = await rendered(pool, read("reportlab.pdf"))
     chosen = await rendered(pool, read("reportlab.pdf"), "1,3")
     assert np.array_equal(chosen[0], first)
@@ -191,9 +191,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_hostile_document_is_refused_with_a_remedy_and_the_next_one_is_served(
-    pool: DecodePool, name: str
-) -> None:
+async def test_a_hostile_document_is_refused_and_the_next_is_served(pool: DecodePool, name: str) -> None:
     data, reason = REFUSED[name]
     with pytest.raises(BadMediaError, match=reason) as caught:
         await rendered(pool, data)

@@ -93,7 +93,7 @@ def test_public_addresses_are_public():
         assert is_public(ipaddress.ip_address(text)), text
 
 
-async def test_a_name_is_resolved_once_and_the_connection_goes_to_the_address_that_was_checked(monkeypatch):
+async def test_a_name_is_resolved_once_and_the_checked_address_is_used(monkeypatch):
     """DNS rebinding: the second answer would be another machine; nobody asks for it."""
     asked = []
 
@@ -161,7 +161,7 @@ async def test_abandoned_lookups_are_bounded_and_delay_no_others(monkeypatch):
             await asyncio.sleep(0.01)
 
 
-async def test_a_lookup_waits_until_others_have_ended_and_those_of_one_host_are_made_once(monkeypatch):
+async def test_lookups_wait_their_turn_and_one_host_is_looked_up_once(monkeypatch):
     async with server(reply(b"pixels")) as (port, _), asyncio.timeout(60):
         with silent_name_server(monkeypatch) as asked:
             await abandoned([*DEAD, *DEAD])
@@ -240,7 +240,7 @@ async def test_malformed_and_refused_urls_say_so(url, words):
 
 
 @given(st.text(alphabet=string.printable + "%%%"), st.integers(1, 9))
-def test_percent_encoding_is_decoded_as_by_the_standard_library_wherever_it_is_cut(text, quads):
+def test_percent_encoding_cut_anywhere_decodes_like_the_standard_library(text, quads):
     escaped = re.sub("%(?![0-9A-Fa-f]{2})", "%25", text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetch_module, "PIECE_CHARACTERS", 4 * quads)
@@ -248,7 +248,7 @@ def test_percent_encoding_is_decoded_as_by_the_standard_library_wherever_it_is_c
 
 
 @given(st.binary(), st.integers(1, 9))
-def test_base64_is_decoded_wherever_it_is_cut_and_padded_at_its_end_alone(data, quads):
+def test_base64_is_decoded_wherever_cut_and_padded_only_at_its_end(data, quads):
     text = base64.b64encode(data).decode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetch_module, "PIECE_CHARACTERS", 4 * quads)
@@ -287,7 +287,7 @@ async def test_hosts_outside_the_list_are_refused():
         )
 
 
-async def test_a_body_over_the_limit_is_cut_with_or_without_a_content_length():
+async def test_a_body_over_the_limit_is_cut_even_without_a_length():
     async def endless(head, writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         while not writer.is_closing():
@@ -315,7 +315,7 @@ async def test_a_compressed_body_is_refused_unopened():
     assert "accept-encoding: identity" in seen[0].lower()
 
 
-async def test_room_is_reserved_before_bytes_are_held_and_never_for_more_than_the_announced_length():
+async def test_room_is_reserved_before_bytes_and_never_beyond_the_announced_length():
     reserved = []
 
     async def note(num_bytes: int) -> None:

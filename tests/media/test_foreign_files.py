@@ -56,7 +56,7 @@ def suffix(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_has_the_size_and_the_colours_that_its_own_program_reads(name: str) -> None:
+def test_an_image_has_the_size_and_colours_its_own_program_reads(name: str) -> None:
     expected = EXPECTED["image"][name]
     info = probe(read(name), "image", POLICY)
     assert [info.width, info.height] == expected["size"]
@@ -100,7 +100,7 @@ def test_of_an_animated_avif_the_first_frame_counts_as_of_a_gif() -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_that_is_sent_as_a_video_is_refused_by_the_name_of_its_format(name: str) -> None:
+def test_refusing_an_image_sent_as_video_names_its_format(name: str) -> None:
     format_ = suffix(name).replace("jpg", "jpeg")
     with pytest.raises(BadMediaError, match=f"declared as video, but the bytes are {format_}"):
         probe(read(name), "video", POLICY)

@@ -136,7 +136,7 @@ def test_looks_are_bounded_and_spread_over_a_long_video(monkeypatch: pytest.Monk
     assert set(found) <= set(asked[0])
 
 
-def test_a_video_that_is_too_large_to_be_decoded_is_looked_at_where_it_has_key_frames(
+def test_a_video_too_large_to_decode_is_sampled_at_key_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = video_bytes(frames=120, options={"g": "30", "sc_threshold": "0"})
@@ -159,7 +159,7 @@ def test_scenes_of_a_large_video_that_must_be_decoded_whole_are_refused(
         find_frames(cut, cut_info, "scene_changes")
 
 
-def test_frames_that_do_not_come_where_they_should_be_are_not_searched_for_beyond_the_bound(
+def test_misplaced_frames_are_not_searched_for_beyond_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = video_bytes(frames=120, options={"g": "30", "sc_threshold": "0"})
@@ -180,7 +180,7 @@ def test_no_more_key_frames_are_found_than_a_resource_can_allow(monkeypatch: pyt
     assert indices(find_frames(data, info, "keyframes")) == [0, 20, 39, 59]
 
 
-def test_spare_frames_fill_up_what_is_found_as_far_from_each_other_as_may_be() -> None:
+def test_spare_frames_complete_the_found_ones_as_far_apart_as_possible() -> None:
     found = find_frames(*read("scenes-variable.webm"), "keyframes")
     filled = found.filled(found.frames, 6)
     assert [one.index for one in filled] == [0, 16, 30, 47, 60, 79]

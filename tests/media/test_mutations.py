@@ -8,7 +8,7 @@ from support.serving import mutations
 FILES = 1500
 
 
-async def test_damaged_files_of_every_format_are_answered_or_refused_and_leave_nothing_behind() -> None:
+async def test_damaged_files_are_answered_or_refused_and_leave_nothing_behind() -> None:
     pool = DecodePool(processes=1, decode_timeout_seconds=60)
     await pool.start()
     report = await mutations.run(mutations.originals(), FILES, 7, pool)
@@ -19,7 +19,7 @@ async def test_damaged_files_of_every_format_are_answered_or_refused_and_leave_n
     assert min(report.decoded.total(), report.refused.total()) > FILES / 10
 
 
-def test_a_mutant_is_the_same_for_the_same_numbers_and_another_for_others() -> None:
+def test_equal_numbers_make_the_same_mutant_and_others_another() -> None:
     files = mutations.originals()
     name = "corners.heic"
     again = [mutations.mutant(files, name, 1, number) for number in (5, 5, 6)]

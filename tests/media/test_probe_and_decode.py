@@ -145,7 +145,7 @@ def test_what_is_skipped_leaves_the_very_pixels_of_a_full_decode(options, contai
         np.testing.assert_array_equal(decode_video(data, info, wanted).frames, everything[wanted])
 
 
-def test_a_picture_that_is_neither_wanted_nor_needed_is_not_even_looked_at():
+def test_an_unwanted_and_unneeded_picture_is_not_even_looked_at():
     data = bytearray(video_bytes(options={"bf": "3", "x264-params": "b-adapt=0:cabac=0"}, draw=drifting))
     info, everything = probe(bytes(data), "video", POLICY), every_frame(bytes(data))
     with av.open(io.BytesIO(data)) as opened:
@@ -185,7 +185,7 @@ def test_to_measure_a_video_no_picture_is_decoded():
         assert containers.video_stream(opened).codec_context.format.name == "yuv420p"
 
 
-def test_a_container_that_lies_about_the_size_of_its_pictures_is_refused_with_both():
+def test_refusing_a_container_with_a_false_picture_size_names_both_sizes():
     data = bytearray(video_bytes())
     at = data.index(b"avc1", data.index(b"stsd")) + 28
     assert data[at : at + 4] == bytes([0, 64, 0, 48])
@@ -240,7 +240,7 @@ def test_a_track_is_turned_and_mirrored_by_its_matrix(matrix):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value.values()),
 )  # fmt: skip
-def test_a_recording_that_begins_in_the_middle_has_the_frames_that_can_be_decoded(codec, options, cut):
+def test_a_recording_that_begins_midway_has_all_decodable_frames(codec, options, cut):
     data = video_bytes(codec, "mpegts", options=options, draw=drifting, frames=50)
     if codec == "libx265":  # smaller
         cut //= 2
@@ -265,7 +265,7 @@ def test_frames_hidden_by_an_edit_list_are_not_counted():
     assert [number_of(f) for f in decode_video(bytes(data), info, [0, 44]).frames] == [15, 59]
 
 
-def test_a_container_that_lied_by_one_frame_repeats_its_last_and_logs_it(caplog):
+def test_a_container_one_frame_short_repeats_its_last_and_logs_it(caplog):
     data = video_bytes(frames=20)
     info = dataclasses.replace(probe(data, "video", POLICY), num_frames=21)
     with caplog.at_level(logging.WARNING):
@@ -305,7 +305,7 @@ def test_pcm_survives_to_the_last_bit_and_channels_are_averaged():
     np.testing.assert_allclose(decode_audio(data, info, 16000, 8000).waveform, (left + right) / 2, atol=1e-7)
 
 
-def test_of_surround_sound_the_centre_is_loudest_and_low_frequencies_are_left_out():
+def test_mixing_surround_sound_favours_the_centre_and_omits_low_frequencies():
     rate, size = 16000, 1600
     names = [channel.name for channel in av.AudioLayout("5.1").channels]
     for place, name in enumerate(names):
@@ -364,7 +364,7 @@ def test_every_limit_names_itself_the_value_and_the_field(make, modality, policy
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "webm", "mpegts"])
-def test_a_video_says_whether_it_has_a_sound_track_and_its_sound_is_measured_and_decoded(container):
+def test_a_videos_sound_track_is_noticed_measured_and_decoded(container):
     data = film(2, 1.5, container=container)
     assert probe(data, "video", POLICY).has_sound
     assert not probe(film(2, 0, container=container), "video", POLICY).has_sound
@@ -375,7 +375,7 @@ def test_a_video_says_whether_it_has_a_sound_track_and_its_sound_is_measured_and
     assert np.abs(wave).max() > 0.2
 
 
-def test_the_sound_of_a_video_may_have_the_bytes_of_a_video_and_the_seconds_of_a_sound():
+def test_a_videos_sound_obeys_video_byte_and_sound_duration_limits():
     data = film(2, 1.5)
     few = MediaPolicy(audio=AudioPolicy(max_bytes=1024))
     with pytest.raises(BadMediaError, match=r"spec\.gateway\.media\.audio\.maxBytes"):

@@ -71,7 +71,7 @@ async def test_all_three_modalities_come_back_as_they_do_without_the_sandbox(poo
     assert pool.process_ids == first  # reused
 
 
-async def test_the_sound_of_a_video_comes_back_as_it_does_without_the_sandbox(pool):
+async def test_a_videos_sound_is_the_same_inside_and_outside_the_sandbox(pool):
     data = film(2, 1.5)
     policy = MediaPolicy(audio=AudioPolicy(max_bytes=1024))
     assert (await pool.probe(data, "video", policy)).has_sound
@@ -83,7 +83,7 @@ async def test_the_sound_of_a_video_comes_back_as_it_does_without_the_sandbox(po
         await pool.probe(data, "audio", policy)
 
 
-async def test_a_result_in_reused_memory_is_intact_and_stays_while_it_is_held(pool):
+async def test_a_result_in_reused_memory_stays_intact_while_it_is_held(pool):
     light, dark = (image_bytes("PNG", np.full((300, 400, 3), value, np.uint8)) for value in (250, 5))
     infos = [probe(data, "image", POLICY) for data in (light, dark)]
     first = (await pool.decode_image(light, infos[0])).pixels[10:20]
@@ -147,7 +147,7 @@ async def test_refusals_keep_their_words_and_the_process(pool):
     assert pool.process_ids == first
 
 
-async def test_an_image_too_large_for_the_memory_of_a_decode_is_refused_before_it_starts(pool):
+async def test_an_image_beyond_the_decode_memory_is_refused_before_decoding(pool):
     lying = MediumInfo("image", "", 0, "png", width=20_000, height=20_000)
     with pytest.raises(BadMediaError, match="256 MiB"):
         await pool.decode_image(png_claiming(20_000, 20_000), lying)
@@ -278,7 +278,7 @@ signal.pause()
 """
 
 
-async def test_a_process_that_survives_its_kill_costs_its_medium_and_keeps_no_slot(monkeypatch, caplog):
+async def test_an_unkillable_process_costs_its_medium_but_keeps_no_slot(monkeypatch, caplog):
     """As one does that hangs in the kernel, where no signal reaches it; this one ignores the signal that its kind is sent."""
     monkeypatch.setattr(sandbox, "EXIT_SECONDS", 0.1)
     pool = DecodePool(processes=1, decode_timeout_seconds=60, memory_bytes=256 * MIB)

@@ -102,7 +102,7 @@ def test_a_question_has_files_of_different_kinds_and_both_are_encoded(
     assert answer == made.choices[0].message.content
 
 
-def test_on_the_port_of_clients_the_page_answers_and_shows_nothing_of_the_inside(
+def test_on_the_client_port_the_page_answers_and_reveals_no_internals(
     page: Page, seen: Seen, observed: Deployment
 ) -> None:
     url = observed.local.gateway_url

@@ -162,7 +162,7 @@ HANDED_OVER = ["reserve", "write 0", "write 4", "write 8", "attach"]
 @pytest.mark.parametrize(
     "step_seconds", [CHUNK_SECONDS - 0.1, CHUNK_SECONDS, CHUNK_SECONDS + 0.1, 3 * CHUNK_SECONDS]
 )
-async def test_an_engine_step_longer_than_the_deadline_of_a_chunk_breaks_no_link(
+async def test_a_step_longer_than_a_chunks_deadline_breaks_no_link(
     connect: Connect, step_seconds: float
 ) -> None:
     engine = BusyEngine(step_seconds)
@@ -183,7 +183,7 @@ async def note(memory: Memory, subject: str, kind: type[T], messages: list[T]) -
     await bus.subscribe(getattr(bus.subjects, subject)("decode-0"), kind, receive)
 
 
-async def test_a_transfer_is_reported_when_it_has_ended_and_not_when_the_answer_has(connect: Connect) -> None:
+async def test_a_transfer_is_reported_before_its_answer_ends(connect: Connect) -> None:
     gateway, reports = await connect("gateway-0"), asyncio.Queue[PhaseReport]()
     await gateway.subscribe(gateway.subjects.phases("gateway-0"), PhaseReport, reports.put)
     await gateway.flush()
@@ -196,7 +196,7 @@ async def test_a_transfer_is_reported_when_it_has_ended_and_not_when_the_answer_
         assert phase.detail["wire_seconds"] > 0
 
 
-async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reservation() -> None:
+async def test_a_step_longer_than_the_offer_wait_takes_one_reservation() -> None:
     memory, offers = Memory(), list[KvOffer]()
     engine = BusyEngine(2.5 * handover.OFFER_SECONDS, memory.clock)
     async with pair(memory.connect, engine, clock=memory.clock) as (sender, _):
@@ -210,7 +210,7 @@ async def test_an_engine_step_longer_than_the_wait_for_an_answer_takes_one_reser
         await reservation.link
 
 
-async def test_a_decoder_that_does_not_answer_holds_no_request_while_another_has_room() -> None:
+async def test_a_silent_decoder_holds_no_request_while_another_has_room() -> None:
     memory = Memory()
     engine, idle = BusyEngine(3600.0, memory.clock), BusyEngine(0.0)
     async with pair(memory.connect, engine, others={"decode-1": "i1"}, clock=memory.clock) as (sender, _):
@@ -228,7 +228,7 @@ async def test_a_decoder_that_does_not_answer_holds_no_request_while_another_has
         links.close()
 
 
-async def test_an_engine_step_longer_than_the_waits_for_a_reply_delays_a_commit_and_fails_nothing() -> None:
+async def test_a_step_longer_than_the_reply_waits_only_delays_a_commit() -> None:
     memory, commits = Memory(), list[KvCommit]()
     engine = BusyEngine(0.0, memory.clock)
     async with pair(memory.connect, engine, 60.0, clock=memory.clock) as (sender, _):
@@ -312,7 +312,7 @@ async def test_between_two_announcements_of_a_chunk_its_deadline_cannot_pass(
     assert 0 < max(waits) <= links[0].chunk_timeout_seconds / 2
 
 
-async def test_a_link_over_which_a_hand_over_comes_is_not_evicted_between_two_chunks(
+async def test_a_link_is_not_evicted_between_two_chunks_of_a_handover(
     connect: Connect,
 ) -> None:
     engine = BusyEngine(0.0)
@@ -368,7 +368,7 @@ async def granted(sender: KvSender, engine: WaitingEngine) -> asyncio.Task[None]
     return asyncio.create_task(sender.hand_over(request(), "r#0", await reserving, three_ranges()))
 
 
-async def test_a_handover_waits_for_one_step_after_its_grant_however_many_chunks_it_has(
+async def test_a_handover_of_many_chunks_waits_for_only_one_step(
     connect: Connect,
 ) -> None:
     engine = WaitingEngine()
@@ -380,7 +380,7 @@ async def test_a_handover_waits_for_one_step_after_its_grant_however_many_chunks
         assert engine.log == HANDED_OVER
 
 
-async def test_a_decoder_in_a_long_step_receives_no_more_than_it_has_room_for(
+async def test_a_decoder_in_a_long_step_receives_only_what_fits(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk_bytes = 4 * LAYOUT.bytes_per_token()

@@ -74,7 +74,7 @@ async def taker(connect: Connect, pod: str, cache: FeatureCache, *, draining: bo
     return made
 
 
-async def test_what_no_remaining_encoder_has_goes_to_those_with_room_in_equal_parts(connect: Connect) -> None:
+async def test_features_no_remaining_encoder_has_are_divided_equally(connect: Connect) -> None:
     given = cache_of(*(f"f{n}" for n in range(8)))
     one, two = cache_of("f3"), cache_of()
     takers = [await taker(connect, "e-1", one), await taker(connect, "e-2", two)]
@@ -91,7 +91,7 @@ async def test_what_no_remaining_encoder_has_goes_to_those_with_room_in_equal_pa
     assert not any(taker._receiver.reserved_bytes for taker in takers)
 
 
-async def test_an_encoder_with_a_full_cache_takes_what_is_hotter_than_what_it_has(connect: Connect) -> None:
+async def test_an_encoder_with_a_full_cache_takes_only_hotter_features(connect: Connect) -> None:
     given = cache_of("cold", "warm", "hot")
     full = cache_of("mine", "mine-hotter", most=2)
     for _ in range(4):
@@ -109,7 +109,7 @@ async def test_an_encoder_that_drains_itself_takes_nothing(connect: Connect) -> 
     assert not len(cache)
 
 
-async def test_a_hand_over_ends_in_its_time_when_an_encoder_takes_for_ever(connect: Connect) -> None:
+async def test_a_handover_ends_in_time_although_an_encoder_never_finishes(connect: Connect) -> None:
     made = await taker(connect, "e-1", cache_of())
     made._receiver._reserved = made._receiver._budget  # each offer has to wait
     counts = await hand_over(await connect("e-0"), cache_of("a", "b"), ["e-1"], 0.5, Metrics())
@@ -117,9 +117,10 @@ async def test_a_hand_over_ends_in_its_time_when_an_encoder_takes_for_ever(conne
     assert set(counts) <= {"late", "failed"}
 
 
-async def test_a_lost_answer_costs_its_encoder_the_features_and_the_drain_two_seconds(
+async def test_a_silent_encoder_gets_no_features_and_delays_the_drain_briefly(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The drain waits two seconds for its answer."""
     monkeypatch.setattr(cache_handover, "REPLY_SECONDS", 0.2)
     silent = await connect("e-1")
 
@@ -149,7 +150,7 @@ async def test_what_is_handed_over_is_bounded_by_number_and_bytes(
     assert await hand_over(await connect("e-2"), other, ["e-1"], SECONDS, Metrics()) == {"sent": 1}
 
 
-async def test_a_feature_larger_than_what_may_be_in_flight_is_handed_over_alone(
+async def test_a_feature_beyond_the_in_flight_limit_is_handed_over_alone(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_handover, "IN_FLIGHT_BYTES", SIZE - 1)

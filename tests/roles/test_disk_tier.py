@@ -156,7 +156,7 @@ async def test_a_folder_belongs_to_one_process(folder: Path) -> None:
         assert await first.disk.read("a") is not None
 
 
-async def test_on_a_shared_volume_a_new_revision_removes_what_pods_that_are_gone_have_left(
+async def test_a_new_revision_clears_gone_pods_files_from_a_shared_volume(
     tmp_path: Path,
 ) -> None:
     async with tier(tmp_path / "old-0", "r1") as gone:
@@ -186,7 +186,7 @@ async def test_data_of_others_on_a_claim_is_left_alone(tmp_path: Path) -> None:
         assert list(tmp_path.glob("elsewhere/old-0/*/a.*")), "of another deployment"
 
 
-async def test_a_folder_that_cannot_be_removed_is_reported_once_and_the_tier_serves(
+async def test_an_unremovable_folder_is_reported_once_and_the_tier_serves(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(disk, "OFF_SECONDS", 0.02)
@@ -250,7 +250,7 @@ async def test_a_lock_that_comes_late_is_kept(folder: Path, monkeypatch: pytest.
         assert made.count("failed") == 0
 
 
-async def test_a_disk_that_fails_as_room_is_made_at_the_start_stays_off(
+async def test_a_disk_that_fails_while_making_room_at_start_stays_off(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with tier(folder) as first:
@@ -272,7 +272,7 @@ async def test_a_disk_that_fails_as_room_is_made_at_the_start_stays_off(
     made.disk.close()
 
 
-async def test_half_written_files_and_those_of_other_revisions_are_removed_at_the_start(
+async def test_half_written_files_and_other_revisions_are_removed_at_start(
     folder: Path,
 ) -> None:
     async with tier(folder, "r1") as first:
@@ -296,7 +296,7 @@ async def test_a_file_of_another_revision_under_this_ones_name_is_a_miss(folder:
         assert await second.disk.read("a") is None
 
 
-async def test_the_budget_holds_and_what_was_read_last_stays_also_after_a_restart(folder: Path) -> None:
+async def test_the_disk_budget_keeps_recently_read_features_across_a_restart(folder: Path) -> None:
     async with tier(folder, budget=3 * ON_DISK) as first:
         await first.keep("a", "b", "c")
         assert first.disk.used_bytes == 3 * ON_DISK
@@ -321,7 +321,7 @@ def no_file_larger_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-async def test_a_disk_that_takes_no_more_is_off_with_one_warning_and_comes_back(
+async def test_a_disk_that_takes_no_more_turns_off_and_comes_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(disk, "OFF_SECONDS", 0.1)
@@ -429,7 +429,7 @@ async def test_the_number_of_features_is_bounded_and_the_newest_are_reported_fir
         assert len(list(folder.glob("*/*.safetensors"))) == 3
 
 
-async def test_all_who_ask_for_a_feature_at_once_get_it_from_one_read(
+async def test_simultaneous_requests_for_a_feature_share_one_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads, load = 0, disk.load

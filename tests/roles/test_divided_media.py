@@ -132,7 +132,7 @@ def work_of(part: ProcessedMedium) -> int:
     return part.tensors["pixel_values_videos"].numel() // (3 * 8 * 8)
 
 
-async def test_a_clip_is_divided_between_runs_and_its_feature_is_that_of_one_run(
+async def test_a_clip_divided_between_runs_has_the_feature_of_one_run(
     demo: HfEncoderModel,
 ) -> None:
     data = clip(32)
@@ -177,7 +177,7 @@ async def test_short_media_have_their_turn_between_the_runs_of_a_long_clip(demo:
     assert {*kinds[1:3]} == {1, "image"}
 
 
-async def test_a_part_that_fails_fails_its_medium_whose_other_parts_are_not_run(demo: HfEncoderModel) -> None:
+async def test_a_failed_part_fails_its_medium_and_stops_the_rest(demo: HfEncoderModel) -> None:
     async with running(demo, 1) as encoding:
 
         def fail(run: Run) -> None:
@@ -193,7 +193,7 @@ async def test_a_part_that_fails_fails_its_medium_whose_other_parts_are_not_run(
         await encoding.encode(clip(2, 1), 2)
 
 
-async def test_parts_of_a_clip_for_which_nobody_waits_any_more_are_not_run(demo: HfEncoderModel) -> None:
+async def test_parts_of_an_abandoned_clip_are_not_run(demo: HfEncoderModel) -> None:
     async with running(demo, 1) as encoding:
         loop, go_on, came = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
@@ -225,7 +225,7 @@ async def test_beside_an_engine_a_clip_is_divided_by_what_runs_took(demo: HfEnco
 
 @pytest.mark.models
 @pytest.mark.parametrize("arch", ["llava_onevision", "internvl", "smolvlm", "qwen2_5_vl", "video_llama_3"])
-async def test_what_a_tower_holds_does_not_grow_with_the_length_of_a_clip(arch: str, tmp_path: Path) -> None:
+async def test_a_towers_memory_does_not_grow_with_a_clips_length(arch: str, tmp_path: Path) -> None:
     transformers.logging.set_verbosity_error()
     model = load_encoder(ModelSpec(id=str(random_model.build(arch, tmp_path)), dtype="Float32"), CPU)
     peaks, batching = [], EncoderBatching(max_work=64, max_items=1)
@@ -238,7 +238,7 @@ async def test_what_a_tower_holds_does_not_grow_with_the_length_of_a_clip(arch: 
     assert peaks[1] <= tower_memory(model, small_media(), batching).num_bytes
 
 
-async def test_frames_that_are_pooled_go_through_the_tower_and_their_mean_is_the_feature(
+async def test_pooled_frames_go_through_the_tower_before_they_are_averaged(
     tmp_path: Path,
 ) -> None:
     spec = ModelSpec(id=str(random_model.build("internvl", tmp_path)), dtype="Float32")

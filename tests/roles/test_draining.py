@@ -21,7 +21,7 @@ SPEC = {
 }
 
 
-async def test_a_worker_drains_while_the_message_bus_is_away_and_its_buffer_full(
+async def test_a_worker_drains_with_its_bus_away_and_buffer_full(
     own_nats_server: NatsServer,
     cut_off: Callable[[Bus], Awaitable[None]],
     monkeypatch: pytest.MonkeyPatch,

@@ -135,7 +135,7 @@ async def test_waiters_get_the_error_of_a_job_that_could_not_be_published(connec
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["stored", "lost"])
-async def test_a_job_is_queued_once_after_the_server_was_away_whether_it_kept_it_or_not(
+async def test_a_server_outage_leaves_a_job_queued_exactly_once(
     own_nats_server: NatsServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     """The feature is not waited for until the job's deadline, while no encoder has anything to do."""
@@ -218,7 +218,7 @@ async def test_a_job_whose_receiver_is_lost_leaves_the_queue(connect: Connect) -
     assert metrics.encode_jobs.labels("image", "receiver_gone")._value.get() == 1
 
 
-async def test_a_receiver_that_is_away_for_a_moment_gets_its_feature_at_the_first_attempt(
+async def test_a_receiver_briefly_away_gets_its_feature_at_the_first_attempt(
     connect: Connect,
 ) -> None:
     bus = await connect("prefill-0")
@@ -237,7 +237,7 @@ async def test_a_receiver_that_is_away_for_a_moment_gets_its_feature_at_the_firs
     assert metrics.redeliveries.labels("image")._value.get() == 0
 
 
-async def test_a_medium_whose_gateway_is_lost_is_given_up_so_that_the_request_can_be_placed_again(
+async def test_a_medium_whose_gateway_is_lost_is_given_up_as_retryable(
     connect: Connect,
 ) -> None:
     source, store = await receiver(await connect("prefill-0"))
@@ -253,7 +253,7 @@ async def test_a_medium_whose_gateway_is_lost_is_given_up_so_that_the_request_ca
     running.cancel()
 
 
-async def test_a_feature_that_no_encoder_delivers_fails_its_job_but_not_its_request(connect: Connect) -> None:
+async def test_a_feature_nobody_delivers_fails_its_job_but_not_its_request(connect: Connect) -> None:
     source, store = await receiver(await connect("prefill-0"), job_timeout_seconds=0.3)
     arrival = store.arrival(REF.feature_id)
     source.request(REF, request())
@@ -273,7 +273,7 @@ async def test_a_job_that_ends_with_its_request_says_nothing_about_the_medium(co
     assert late.value.feature_id == ""
 
 
-async def test_poison_is_not_retryable_and_a_failure_of_an_earlier_job_is_ignored(connect: Connect) -> None:
+async def test_poison_is_not_retryable_and_an_earlier_jobs_failure_is_ignored(connect: Connect) -> None:
     bus = await connect("prefill-0")
     source, store = await receiver(bus)
     arrival = store.arrival(REF.feature_id)
@@ -369,7 +369,7 @@ async def test_a_feature_whose_holder_does_not_deliver_comes_through_the_queue(
 
 
 @pytest.mark.parametrize("holder", ["makes it", "sends it"])
-async def test_a_job_is_not_queued_while_its_holder_makes_the_feature_or_its_bytes_arrive(
+async def test_a_job_stays_unqueued_while_its_holder_provides_the_feature(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, holder: str
 ) -> None:
     monkeypatch.setattr(queue_source, "SENDING_SECONDS", 0.0)
@@ -482,7 +482,7 @@ async def test_a_cached_feature_waits_for_none_of_those_that_are_being_made(conn
     await service.abandon()
 
 
-async def test_a_queued_job_is_taken_past_the_queue_by_an_encoder_that_turns_out_to_have_its_feature(
+async def test_an_encoder_with_the_feature_takes_a_job_past_the_queue(
     connect: Connect,
 ) -> None:
     held: list[str] = []
@@ -502,9 +502,7 @@ async def test_a_queued_job_is_taken_past_the_queue_by_an_encoder_that_turns_out
 
 
 @pytest.mark.parametrize("holder", ["dies", "loses it"])
-async def test_a_feature_is_made_elsewhere_when_its_holder_fails_after_taking_the_job(
-    connect: Connect, holder: str
-) -> None:
+async def test_a_feature_is_made_elsewhere_if_its_holder_fails_the_job(connect: Connect, holder: str) -> None:
     source, store = await receiver(await connect("prefill-0"), holders=lambda _: ["encoder-1"])
     bus, asked = await connect("encoder-1"), asyncio.Event()
 
@@ -638,6 +636,6 @@ async def test_the_code_of_a_known_error_arrives(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("row", ERRORS.values(), ids=ERRORS)
-def test_a_medium_that_is_given_up_has_status_and_remedy_of_its_code(row: type[MmdError]) -> None:
+def test_a_given_up_medium_has_its_codes_status_and_remedy(row: type[MmdError]) -> None:
     error = EncodeError(row("why"), retryable=False)
     assert (error.code, error.status, error.remedy) == (row.code, row.status, row.remedy)

@@ -166,7 +166,7 @@ class MixedTower(Tower):
         return [Feature("image", {"embeddings": torch.zeros(4, 8)})]
 
 
-async def test_an_image_waits_for_the_video_in_the_tower_and_for_none_behind_it() -> None:
+async def test_an_image_waits_only_for_the_video_already_in_the_tower() -> None:
     video, image = samples.sample("video"), png(1)
     tower = MixedTower()
     async with Encoding(tower) as encoding:
@@ -219,7 +219,7 @@ class LocalPod:
             self.store.release(name)
 
 
-async def test_on_a_pod_that_also_prefills_a_culprit_ends_as_a_client_error_and_those_beside_it_succeed(
+async def test_on_a_prefilling_pod_only_the_culprit_causes_a_client_error(
     connect: Connect,
 ) -> None:
     tower = Tower(breaks_on(5))
@@ -253,7 +253,7 @@ async def test_on_a_pod_that_also_prefills_a_culprit_ends_as_a_client_error_and_
     assert "RuntimeError: shape mismatch at 5" in failures[-1].message
 
 
-async def test_on_a_pod_that_also_prefills_an_error_of_the_medium_keeps_its_code(connect: Connect) -> None:
+async def test_on_a_prefilling_pod_a_mediums_error_keeps_its_code(connect: Connect) -> None:
     async with Encoding(Tower()) as encoding:
         pod = LocalPod(await connect("pod-0"), encoding)
         await pod.gateway.start()
@@ -292,7 +292,7 @@ async def test_batches_are_bounded_by_their_work() -> None:
         pytest.param(0.01, True, 1, id="a medium alone is longer"),
     ],
 )
-async def test_a_tower_beside_an_engine_runs_as_much_at_a_time_as_takes_no_longer_than_a_step(
+async def test_a_tower_beside_an_engine_keeps_its_runs_within_a_step(
     max_seconds: float | None, waits: bool, first: int
 ) -> None:
     tower, paces = Tower(), None
@@ -347,7 +347,7 @@ async def test_decoded_media_are_bounded_in_bytes_and_what_never_fits_is_refused
             await pipeline.encode(large(9, 20 << 20), lambda: read(9))
 
 
-async def test_the_sound_of_a_video_is_decoded_out_of_a_file_as_large_as_a_video_may_be() -> None:
+async def test_the_byte_limit_of_sounds_does_not_bind_a_videos_sound() -> None:
     heard: list[int] = []
 
     class Hearing(Tower):
@@ -439,7 +439,7 @@ async def listen(bus: Bus) -> list[EncodeFailed]:
     return failures
 
 
-async def test_a_medium_that_fails_on_every_encoder_becomes_a_client_error_and_affects_no_other(
+async def test_only_a_medium_that_fails_on_every_encoder_is_given_up(
     connect: Connect,
 ) -> None:
     bus = await connect("prefill-0")
@@ -468,7 +468,7 @@ async def test_a_medium_that_fails_on_every_encoder_becomes_a_client_error_and_a
     assert len(alone) >= 3
 
 
-async def test_the_jobs_of_an_encoder_that_lost_its_device_go_to_others_at_once_and_uncounted(
+async def test_jobs_of_a_lost_device_go_to_others_at_once_and_uncounted(
     connect: Connect,
 ) -> None:
     bus = await connect("prefill-0")
@@ -492,7 +492,7 @@ async def test_the_jobs_of_an_encoder_that_lost_its_device_go_to_others_at_once_
     assert redelivered == sum(map(len, dead.batches)), "only the batch that was on the device counts"
 
 
-async def test_a_job_stuck_behind_another_ends_at_its_deadline_though_its_receiver_is_dead(
+async def test_a_job_stuck_behind_another_ends_at_its_deadline(
     connect: Connect,
 ) -> None:
     """Nobody answers whether it is still wanted, so it counts as wanted; what it waits for has no end of its own."""
@@ -518,7 +518,7 @@ async def test_a_job_stuck_behind_another_ends_at_its_deadline_though_its_receiv
     assert jobs.labels("image", "deadline_exceeded")._value.get() == 1
 
 
-async def test_jobs_that_an_encoder_died_over_are_taken_one_at_a_time_until_the_culprit_is_found(
+async def test_after_crashes_jobs_are_taken_singly_until_the_culprit_is_found(
     connect: Connect,
 ) -> None:
     """Processes that end without a word: everything in hand is delivered again, and counted. Only the culprit is given up."""
@@ -555,7 +555,7 @@ async def test_jobs_that_an_encoder_died_over_are_taken_one_at_a_time_until_the_
     assert deaths == 3
 
 
-async def test_throughput_and_busy_time_are_those_of_the_slowest_stage_not_of_the_tower() -> None:
+async def test_throughput_and_busy_time_come_from_the_slowest_stage() -> None:
     class SlowPreprocessing(Tower):
         def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
             time.sleep(0.05)
@@ -611,7 +611,7 @@ async def test_a_hanging_processor_counts_as_no_progress(monkeypatch: pytest.Mon
         await until(lambda: age() < 3)
 
 
-async def test_a_medium_that_hangs_in_one_processor_counts_while_others_pass_it_in_another() -> None:
+async def test_a_hanging_mediums_processing_time_counts_while_others_pass() -> None:
     entered, release = threading.Event(), threading.Event()
 
     class HangsOnSeven(Tower):
@@ -636,7 +636,7 @@ async def test_a_medium_that_hangs_in_one_processor_counts_while_others_pass_it_
 
 
 @pytest.mark.parametrize(("timeout", "limit"), [(600, 600), (30, 60)])
-async def test_a_medium_may_be_processed_for_as_long_as_its_job_may_take(timeout: int, limit: int) -> None:
+async def test_a_medium_may_be_processed_for_its_jobs_whole_time(timeout: int, limit: int) -> None:
     """A large one on a busy CPU takes minutes; a restart would only bring it to the next encoder."""
     encoding = Encoding(Tower(), job_timeout_seconds=timeout)
     role = role_in(worker_of_an_encoder(), encoding)

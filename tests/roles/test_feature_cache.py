@@ -61,7 +61,8 @@ def test_a_feature_that_was_used_often_long_ago_goes() -> None:
     assert "often" not in timed.cache
 
 
-def test_a_handed_over_feature_never_evicts_a_hotter_one_nor_anything_where_it_does_not_fit() -> None:
+def test_a_handed_over_feature_never_evicts_a_hotter_one() -> None:
+    """One that does not fit evicts nothing."""
     timed = Timed(3)
     for name in "abc":
         timed.cache.put(name, feature())

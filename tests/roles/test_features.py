@@ -168,7 +168,7 @@ def test_bytes_in_use_never_exceed_the_budget(events: list[tuple[str, int, int]]
     asyncio.run(play())
 
 
-async def test_needed_bytes_are_those_of_requests_and_of_what_waits_and_no_cache() -> None:
+async def test_needed_bytes_cover_running_and_waiting_requests_but_no_cache() -> None:
     features, _ = store(1000)
     await features.admit("first", {"a": 400, "b": 300})
     assert features.needed_bytes == 700

@@ -135,7 +135,7 @@ async def test_a_follower_of_another_revision_is_refused():
 
 
 @pytest.mark.parametrize("stranger", ["password", "group"])
-async def test_a_process_that_cannot_prove_that_it_belongs_to_the_group_is_refused_and_learns_nothing(
+async def test_a_process_outside_the_group_is_refused_and_learns_nothing(
     stranger: str,
 ):
     address, port = place()
@@ -171,7 +171,7 @@ async def test_a_rank_joins_once():
         assert not await joining
 
 
-async def test_a_leader_waits_for_its_followers_until_a_deadline_and_names_those_that_are_missing():
+async def test_a_leader_names_followers_still_missing_at_the_deadline():
     address, port = place()
     leader = Leader(settings(0, 4, address, port), print, print)
     joined = Follower(settings(2, 4, address, port))
@@ -199,7 +199,7 @@ async def test_nobody_else_can_connect_once_all_have_joined():
             await asyncio.open_connection(group.leader._group.leader, group.leader._settings.group_port)
 
 
-async def test_connections_that_introduce_nobody_are_few_and_short_and_keep_no_follower_away(
+async def test_anonymous_connections_are_few_and_short_and_block_no_follower(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(group_module, "HELLO_SECONDS", 1.0)
@@ -248,14 +248,14 @@ async def one_of_two_joined(
         yield leader, follower, gathering, joining
 
 
-async def test_a_leader_that_is_asked_to_stop_before_all_have_joined_is_no_failure_of_its_followers():
+async def test_a_leader_stopped_before_all_joined_fails_no_follower():
     async with one_of_two_joined() as (leader, _, gathering, joining):
         gathering.cancel()
         await leader.close("")
         assert not await joining
 
 
-async def test_a_follower_that_is_asked_to_stop_before_all_have_joined_is_no_failure_of_its_leader():
+async def test_a_follower_stopped_before_all_joined_does_not_fail_its_leader():
     drains: asyncio.Queue[str] = asyncio.Queue()
     lost: list[str] = []
     joined = one_of_two_joined(lost.append, drains.put_nowait)

@@ -145,7 +145,7 @@ async def test_it_does_not_wait_for_that_for_ever(monkeypatch: pytest.MonkeyPatc
         await group.serving
 
 
-async def test_the_own_reason_of_a_follower_wins_over_the_lost_connection_of_its_leader(
+async def test_a_followers_own_reason_outweighs_its_leaders_lost_connection(
     monkeypatch: pytest.MonkeyPatch,
 ):
     async with running(failing(CAUSE, after=0.5), monkeypatch) as group:
@@ -154,7 +154,7 @@ async def test_the_own_reason_of_a_follower_wins_over_the_lost_connection_of_its
             await group.serving
 
 
-async def test_the_reason_of_the_leader_wins_over_the_lost_connection_of_a_follower(
+async def test_the_leaders_reason_outweighs_a_followers_lost_connection(
     monkeypatch: pytest.MonkeyPatch,
 ):
     async with running(failing(GONE), monkeypatch) as group:
@@ -175,7 +175,7 @@ async def test_a_follower_waits_for_a_leader_that_waits_for_its_own_failure(monk
             await group.serving
 
 
-async def test_a_thread_of_a_follower_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+async def test_a_followers_hanging_thread_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(together, "OWN_FAILURE_SECONDS", 0.1)
     monkeypatch.setattr(together, "END_SECONDS", 0.3)
     go_on = threading.Event()
@@ -194,7 +194,7 @@ async def test_a_thread_of_a_follower_that_does_not_end_is_not_waited_for(monkey
     assert said == ["the leader of the group ended: no kernel"]
 
 
-async def test_a_thread_of_a_leader_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+async def test_a_leaders_hanging_thread_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(together, "OWN_FAILURE_SECONDS", 0.1)
     monkeypatch.setattr(together, "END_SECONDS", 0.3)
     monkeypatch.setattr(host_module, "end_now", failing_with)
@@ -258,7 +258,7 @@ async def test_of_two_ends_without_a_reason_the_first_is_reported(
     assert reason in failed.value.message
 
 
-async def test_a_step_that_fails_for_the_end_of_a_follower_gets_its_reason(monkeypatch: pytest.MonkeyPatch):
+async def test_a_step_that_fails_with_a_follower_gets_the_followers_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_module, "SETTLE_SECONDS", 1.0)
     host: Any = host_of_a_leader()
     host._core = SimpleNamespace(give_up=lambda: None, shut_down=lambda: None)

@@ -40,7 +40,7 @@ def test_a_cache_reports_what_it_keeps_and_what_it_evicts() -> None:
     assert change(held) == (set(), set())
 
 
-async def test_a_store_reports_a_feature_that_has_come_until_it_makes_room_for_another() -> None:
+async def test_a_store_reports_a_feature_until_it_makes_room_for_another() -> None:
     held, size = HeldFeatures(), feature().num_bytes
     store = FeatureStore(size, lambda *_: None, held)
     assert await store.admit("r", {"a": size}) == ["a"]

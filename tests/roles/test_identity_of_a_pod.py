@@ -121,9 +121,7 @@ def test_a_pin_that_comes_later_ends_a_process_that_is_something_else(model: Pat
         check_pinned(running, settings(model, pin("ffffffffff")).pipeline)
 
 
-def test_a_hub_model_is_named_by_its_commit_and_later_pods_take_the_pinned_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_hub_models_commit_names_it_and_pins_later_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     commits = {None: "a" * 40, "b" * 40: "b" * 40}
 
     def fetched(model_id: str, revision: str | None, **_: object) -> str:
@@ -150,7 +148,7 @@ def adapter(folder: Path, content: bytes = b"weights") -> Path:
     return folder
 
 
-def test_the_weights_of_an_adapter_and_its_name_are_part_of_the_identity(model: Path, tmp_path: Path):
+def test_an_adapters_weights_and_name_are_part_of_the_identity(model: Path, tmp_path: Path):
     one, other = adapter(tmp_path / "one"), adapter(tmp_path / "other", b"others")
 
     def name(**adapters: Path) -> str:
@@ -169,7 +167,7 @@ def test_an_adapter_that_is_not_there_is_named_with_its_entry(model: Path, where
         identified(settings(model, adapters={"sql": where}))
 
 
-def test_an_adapter_from_the_hub_is_named_by_its_commit_and_later_pods_take_the_pinned_one(
+def test_a_hub_adapters_commit_names_it_and_pins_later_pods(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     commits = {None: "a" * 40}
@@ -196,9 +194,7 @@ def test_an_adapter_from_the_hub_is_named_by_its_commit_and_later_pods_take_the_
     assert identified(settings(model, adapters=adapters)).identity != first.identity
 
 
-def test_a_pinned_adapter_is_not_fetched_by_pods_that_only_need_its_name(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pinned_adapter_is_not_fetched_for_its_name_alone(model: Path, monkeypatch: pytest.MonkeyPatch):
     def fetched(*_: object, **__: object) -> str:
         raise AssertionError("its repository may be gone")
 

@@ -84,7 +84,7 @@ def request_bytes(model: HfLanguageModel) -> int:
     return -(-model.max_model_len // tokens) * tokens * model.kv_layout.bytes_per_token()
 
 
-async def test_the_pool_of_a_running_worker_is_its_share_of_what_is_left(
+async def test_a_workers_pool_is_its_share_of_the_remaining_memory(
     host: NativeHost, model: HfLanguageModel, activations: int, pod_memory: Callable[[int], int]
 ) -> None:
     share = 4 * request_bytes(model)
@@ -101,7 +101,7 @@ async def test_the_pool_of_a_running_worker_is_its_share_of_what_is_left(
     assert abs(planned.kv_bytes - difference - host.stats.blocks_total * block_bytes) <= 2 * block_bytes
 
 
-async def test_a_worker_without_room_for_one_request_beside_its_activations_does_not_start(
+async def test_a_worker_without_room_for_activations_and_a_request_never_starts(
     host: NativeHost, model: HfLanguageModel, activations: int, pod_memory: Callable[[int], int]
 ) -> None:
     needed = request_bytes(model) * 100 // PERCENT + activations + TOWER_BYTES

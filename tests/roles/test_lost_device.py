@@ -55,7 +55,7 @@ LOST = "device_lost.*unspecified launch failure; the process exits"
         "no GPU where there should be two",
     ],
 )
-def test_the_last_log_line_of_a_worker_without_its_device_has_the_reason(
+def test_a_worker_without_its_device_logs_the_reason_last(
     nats_server: NatsServer, tmp_path: Path, roles: tuple[str, str], fault: str, gpus: int, reason: str
 ) -> None:
     ended = subprocess.run(

@@ -10,7 +10,7 @@ from pathlib import Path
 from mmd_workers.basics.node import BOOT_ID, NODE, node_of
 
 
-def test_every_process_of_a_machine_has_the_same_node_and_it_does_not_name_the_machine() -> None:
+def test_processes_of_a_machine_share_an_anonymous_node_name() -> None:
     code = "from mmd_workers.basics.node import NODE; print(NODE)"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == NODE

@@ -134,7 +134,7 @@ async def test_an_offer_over_another_backend_is_refused_at_once(
     )
 
 
-async def test_a_pod_has_one_reader_of_its_link_though_it_offers_twice_at_once(offering: Offering) -> None:
+async def test_a_pods_link_has_one_reader_despite_simultaneous_offers(offering: Offering) -> None:
     assert (await offering.offer("first")).epoch == 0
     grants = await asyncio.gather(*(offering.offer(f"r{number}", 0) for number in range(4)))
     assert [grant.epoch for grant in grants] == [1] * 4
@@ -142,7 +142,7 @@ async def test_a_pod_has_one_reader_of_its_link_though_it_offers_twice_at_once(o
     await until(lambda: readers_of("prefill-0") == ["kv-from-prefill-0@1"])
 
 
-async def test_an_offer_that_is_repeated_before_it_was_answered_gets_the_grant_in_progress(
+async def test_an_offer_repeated_before_its_answer_gets_the_pending_grant(
     offering: Offering,
 ) -> None:
     first, second = await asyncio.gather(offering.offer("again"), offering.offer("again"))
@@ -160,7 +160,7 @@ async def test_an_offer_that_is_repeated_after_its_grant_replaces_it(offering: O
     assert len(offering.engine.reserved) == offering.service.inbound == 1
 
 
-async def test_an_offer_of_the_same_request_over_another_link_does_not_get_the_grant_in_progress(
+async def test_an_offer_repeated_over_another_link_gets_a_new_grant(
     offering: Offering,
 ) -> None:
     first, second = await asyncio.gather(offering.offer("again"), offering.offer("again", failed_epoch=4))
@@ -168,7 +168,7 @@ async def test_an_offer_of_the_same_request_over_another_link_does_not_get_the_g
     assert len(offering.engine.reserved) == offering.service.inbound == 1
 
 
-async def test_an_offer_that_is_given_back_before_it_was_answered_keeps_no_blocks(offering: Offering) -> None:
+async def test_an_offer_given_back_before_its_answer_keeps_no_blocks(offering: Offering) -> None:
     offered = asyncio.create_task(offering.offer("unwanted"))
     await offering.engine.asked.wait()
     subject = offering.prefill.subjects.kv_release("decode-0")
@@ -190,7 +190,7 @@ async def test_a_chunk_that_is_announced_again_is_expected_once(offering: Offeri
         await offering.prefill.request(subject, replace(chunk, epoch=7), Acknowledged, timeout=30)
 
 
-async def test_an_announcement_that_must_wait_is_answered_in_time_so_that_repeated_ones_do_not_pile_up(
+async def test_waiting_announcements_are_answered_in_time_and_do_not_pile_up(
     offering: Offering,
 ) -> None:
     grant = await offering.offer("r")
@@ -224,7 +224,7 @@ async def test_the_code_of_a_refusal_shows_whether_the_sequence_can_ever_fit(off
     assert (await offering.offer("later")).code == "overloaded"
 
 
-async def test_room_goes_to_the_oldest_request_that_waits_and_not_to_the_next_that_asks(
+async def test_room_goes_to_the_oldest_waiting_request_not_the_next_asker(
     offering: Offering,
 ) -> None:
     offering.engine.error = OverloadedError("no block is free")
@@ -236,7 +236,7 @@ async def test_room_goes_to_the_oldest_request_that_waits_and_not_to_the_next_th
     assert (await offering.offer("young", arrived=2.0)).granted
 
 
-async def test_a_reader_that_ends_by_an_unexpected_error_frees_what_was_to_come_and_logs_the_cause(
+async def test_a_crashed_reader_frees_pending_room_and_logs_the_cause(
     offering: Offering, caplog: pytest.LogCaptureFixture
 ) -> None:
     grant = await offering.offer("r")

@@ -53,13 +53,11 @@ SHARED = ["NativeHost", "Sequences"]
     ],
     ids=lambda value: f"{value.pool} pod with {'+'.join(value.roles)}" if isinstance(value, Pod) else "",
 )
-def test_a_pod_has_its_roles_and_what_they_share_each_after_those_it_builds_on(
-    pod: Pod, parts: list[str]
-) -> None:
+def test_each_part_of_a_pod_comes_after_those_it_builds_on(pod: Pod, parts: list[str]) -> None:
     assert [type(part).__name__ for part in parts_of(pod, torch.device("cpu"))] == parts
 
 
-def test_a_tower_yields_to_those_who_wait_for_steps_of_the_native_engine_in_its_pod() -> None:
+def test_a_tower_yields_to_waiters_on_its_pods_native_engine() -> None:
     _, encoder, host, *_ = parts_of(pod_of("decode"), torch.device("cpu"))
     assert isinstance(encoder, EncoderRole)
     assert encoder.somebody_waits is not None
@@ -112,7 +110,7 @@ async def test_figures_of_the_engine_are_of_when_they_were_asked_for(monkeypatch
     assert before <= host.sampled_at <= asked[0]
 
 
-def test_a_decode_pod_reports_prompts_that_the_figures_of_its_engine_do_not_show() -> None:
+def test_a_decode_pod_reports_prompts_its_engines_figures_miss() -> None:
     *_, host, _, role = parts_of(pod_of("decode", prefill=1), torch.device("cpu"))
     host.sampled_at = 7.0
     waiting = {7.0: [100, 1000]}

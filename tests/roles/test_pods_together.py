@@ -60,7 +60,7 @@ async def running(
             asyncio.get_running_loop().remove_signal_handler(number)
 
 
-async def test_a_sequence_is_the_same_in_one_pod_and_handed_over_and_a_drain_loses_none_of_it(
+async def test_a_handed_over_sequence_equals_one_pods_and_survives_a_drain(
     own_nats_server: NatsServer,
 ) -> None:
     async with asyncio.timeout(SECONDS):
@@ -108,7 +108,7 @@ async def test_a_sequence_decodes_from_what_its_kv_is_after_four_bits(own_nats_s
     assert found != decoded_after(KvWire(model.kv_layout), model, tokens)
 
 
-async def test_kv_in_8_bits_moves_as_it_is_in_the_pool_and_more_of_it_fits(
+async def test_kv_in_8_bits_moves_as_stored_and_takes_less_room(
     own_nats_server: NatsServer,
 ) -> None:
     tokens = 24

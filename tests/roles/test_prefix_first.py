@@ -125,7 +125,7 @@ async def test_a_medium_whose_tokens_are_all_cached_is_not_encoded(pod: Pod) -> 
     assert pod.failed == []
 
 
-async def test_a_prompt_waits_until_figures_of_the_engine_show_it_or_it_has_its_first_token(
+async def test_a_prompt_counts_as_waiting_until_figures_or_tokens_show_it(
     pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens: list[SampledToken] = []
@@ -144,7 +144,7 @@ async def test_a_prompt_waits_until_figures_of_the_engine_show_it_or_it_has_its_
 
 
 @pytest.mark.parametrize(("expected", "counted"), [(16, 24), (-16, 40), (1 << 62, 0)])
-async def test_a_prompt_counts_for_a_moment_without_what_the_router_knows_to_be_cached(
+async def test_a_prompt_briefly_counts_without_its_expected_cached_tokens(
     pod: Pod, monkeypatch: pytest.MonkeyPatch, expected: int, counted: int
 ) -> None:
     pod.done["r#0"] = asyncio.Event()
@@ -156,7 +156,7 @@ async def test_a_prompt_counts_for_a_moment_without_what_the_router_knows_to_be_
         await pod.done["r#0"].wait()
 
 
-async def test_a_prompt_whose_media_are_here_waits_for_the_end_of_one_step_alone(
+async def test_a_prompt_with_its_media_present_waits_for_one_step_only(
     pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, turns = pod.runner.call, list[list[int]]()
@@ -204,7 +204,7 @@ async def test_media_whose_blocks_are_evicted_before_their_admission_are_encoded
     assert pod.store.used_bytes == sum(e.num_bytes for e in pod.store._entries.values())
 
 
-async def test_a_preempted_sequence_gets_the_media_that_were_skipped_at_its_first_admission(pod: Pod) -> None:
+async def test_a_preempted_sequence_gets_the_media_skipped_at_first_admission(pod: Pod) -> None:
     assert await pod.serve("first") == answer()
     pod.forget_features()
     preempted = asyncio.Event()
@@ -226,7 +226,7 @@ async def test_a_preempted_sequence_gets_the_media_that_were_skipped_at_its_firs
     assert pod.metrics.late_features._value.get() == 2
 
 
-async def test_media_that_turn_out_to_be_needed_one_after_the_other_all_come(pod: Pod) -> None:
+async def test_late_media_needed_one_after_another_all_come(pod: Pod) -> None:
     """The first that has come gives its room back, and not that of the second."""
     asked: list[FeatureRef] = []
     pod.source.request = lambda ref, _: asked.append(ref)  # type: ignore[method-assign]

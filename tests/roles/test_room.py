@@ -18,7 +18,7 @@ from .kv_sender import Connect, released, request, sender_of
 
 
 @pytest.mark.parametrize("error", [CapacityError, LayoutMismatchError])
-async def test_an_offer_that_can_never_be_granted_ends_at_once_and_not_at_the_deadline(
+async def test_an_offer_that_can_never_be_granted_ends_at_once(
     connect: Connect, error: type[MmdError]
 ) -> None:
     bus, decode = await connect("prefill-0"), await connect("decode-0")
@@ -35,7 +35,7 @@ async def test_an_offer_that_can_never_be_granted_ends_at_once_and_not_at_the_de
     assert len(offers) == 1
 
 
-async def test_a_request_that_got_its_room_elsewhere_or_ended_leaves_the_queue_of_a_busy_pod(
+async def test_a_request_placed_elsewhere_or_ended_leaves_a_busy_pods_queue(
     connect: Connect,
 ) -> None:
     bus, decode = await connect("prefill-0"), await connect("decode-0")
@@ -55,7 +55,7 @@ async def test_a_request_that_got_its_room_elsewhere_or_ended_leaves_the_queue_o
         assert await heard.get() == KvRelease("r", 0, "")
 
 
-async def test_an_offer_asks_for_what_is_still_to_come_and_carries_the_age_of_the_request(
+async def test_an_offer_asks_for_remaining_tokens_and_carries_the_requests_age(
     connect: Connect,
 ) -> None:
     bus, decode = await connect("prefill-0"), await connect("decode-0")

@@ -56,9 +56,7 @@ def test_media_of_unlike_sizes_count_by_their_work() -> None:
         pytest.param(0.02, 0.2, 1, id="a medium alone exceeds the bound"),
     ],
 )
-def test_runs_come_to_as_many_media_as_fit_and_follow_a_tower_that_changes(
-    fixed: float, each: float, media: int
-) -> None:
+def test_runs_grow_to_what_fits_and_follow_a_changing_tower(fixed: float, each: float, media: int) -> None:
     pace = RunPace(0.1, 8 * WORK)
     for costs in ((fixed, each), (0.5, 0.5), (fixed, each)):
         sizes = []

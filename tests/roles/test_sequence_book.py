@@ -69,7 +69,7 @@ async def test_tokens_of_open_sequences_are_counted_by_what_they_stand_for(conne
         (MmdError("broken"), 60, False),
     ],
 )
-async def test_a_deadline_that_is_not_the_requests_own_lets_it_be_placed_again(
+async def test_a_deadline_other_than_the_requests_own_is_retryable(
     connect: Connect, error: MmdError, deadline_seconds: float, retryable: bool
 ) -> None:
     bus = await connect("decode-0")
@@ -95,7 +95,7 @@ async def test_a_cancellation_is_remembered_for_placements_that_it_overtook(conn
     assert not book.was_cancelled("r", 1)
 
 
-async def test_each_phase_is_reported_once_also_where_some_are_reported_before_the_end(
+async def test_each_phase_is_reported_once_even_when_reported_before_the_end(
     connect: Connect,
 ) -> None:
     bus = await connect("decode-0")
@@ -204,9 +204,7 @@ async def test_a_lost_last_token_is_sent_again_until_it_is_confirmed(
     ] * 4
 
 
-async def test_a_lost_token_in_the_middle_is_sent_again_with_all_that_follow(
-    connect: Connect, gateway: Gateway
-) -> None:
+async def test_a_lost_middle_token_is_resent_with_all_that_follow(connect: Connect, gateway: Gateway) -> None:
     book = await new_book(connect)
     book.open(request(60))
     await book.publish(step(0, 1))

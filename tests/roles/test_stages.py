@@ -129,7 +129,7 @@ async def in_turn(servers: int, arrivals: list[tuple[str, str, float]]) -> list[
     return order
 
 
-async def test_an_image_waits_for_the_videos_that_run_and_for_none_that_wait() -> None:
+async def test_an_image_waits_for_running_videos_but_not_for_waiting_ones() -> None:
     videos = [(f"video {number}", "video", 3.0) for number in range(6)]
     images = [(f"image {number}", "image", 1.0) for number in range(2)]
     order = await in_turn(1, [*videos, *images])
@@ -203,7 +203,7 @@ async def test_who_is_cancelled_as_its_turn_comes_hands_it_on() -> None:
     assert entered == ["last"]
 
 
-async def test_an_image_waits_for_the_bytes_of_one_video_and_not_of_all() -> None:
+async def test_an_image_waits_for_the_bytes_of_only_one_video() -> None:
     budget, order = ByteBudget(100, "spec.encoder.mediaMebibytes"), list[str]()
 
     async def hold(name: str, modality: str, num_bytes: int) -> None:
@@ -218,7 +218,7 @@ async def test_an_image_waits_for_the_bytes_of_one_video_and_not_of_all() -> Non
     assert budget.used_bytes == 0
 
 
-async def test_small_media_do_not_starve_a_large_one_of_their_modality_or_another() -> None:
+async def test_small_media_starve_no_large_one_of_any_modality() -> None:
     budget, order, stop = ByteBudget(100, "spec.encoder.mediaMebibytes"), list[str](), asyncio.Event()
 
     async def small() -> None:

@@ -166,7 +166,7 @@ def test_a_worker_that_starts_with_other_weights_than_the_pinned_ones_ends(pipel
     assert answer(gateway) == before
 
 
-def test_a_worker_that_runs_with_other_weights_when_the_revision_is_pinned_ends(pipeline: Pipeline) -> None:
+def test_a_running_worker_with_other_weights_ends_at_the_pin(pipeline: Pipeline) -> None:
     first, gateway = pipeline.start("decode-0", "decode"), pipeline.start("gateway-0", "gateway")
     first.ready()
     gateway.ready()

@@ -299,7 +299,7 @@ async def test_bulk_has_a_separate_connection(connect):
     assert not any(thread.name.startswith("here-bulk") for thread in threading.enumerate())
 
 
-async def test_work_on_the_bulk_loop_has_a_time_limit_and_is_cancelled_at_it(connect):
+async def test_work_on_the_bulk_loop_is_cancelled_at_its_time_limit(connect):
     bulk = await (await connect("here")).bulk()
     cancelled = threading.Event()
 

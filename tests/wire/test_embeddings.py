@@ -127,9 +127,7 @@ async def test_a_feature_of_several_tensors_arrives_as_it_was_sent(pod, sender):
     await pod.room_is_free()
 
 
-async def test_a_transfer_takes_no_longer_for_the_clock_of_its_sender_nor_for_what_it_waited_for_room(
-    pod, sender
-):
+async def test_a_transfers_time_excludes_its_senders_clock_and_waiting_for_room(pod, sender):
     pod.verdict = "wait"
     begun = time.monotonic()
     sending = asyncio.create_task(sender.send(job(), [tensor(MIB)], timings={"encoded": time.time() - 3600}))
@@ -163,7 +161,7 @@ async def test_a_feature_that_is_not_needed_is_refused(pod, sender):
     assert await sender.send(job(), [tensor(400)]) == "refused"
 
 
-async def test_a_receiver_too_busy_to_decide_on_an_offer_says_so_in_time(pod, wire):
+async def test_a_receiver_too_busy_for_an_offer_says_so_in_time(pod, wire):
     pod.verdict = asyncio.get_running_loop().create_future()  # as if its loop did not come to it
     with pytest.raises(OverloadedError, match=r"too busy to answer an offer within 0.5 s"):
         async with asyncio.timeout(20):

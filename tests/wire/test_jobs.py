@@ -58,7 +58,7 @@ async def test_a_waiting_pull_receives_a_new_job_at_once(queue, connect):
     await delivery.ack()
 
 
-async def test_a_pull_looks_again_where_no_signal_comes_and_ends_at_its_time(queue, connect):
+async def test_a_pull_without_a_signal_looks_again_until_its_time_ends(queue, connect):
     clock = FakeClock()
     waiting = EncodeQueue(await connect("waiting"), SHORT, clock)
     begin = clock.now()
@@ -203,7 +203,7 @@ async def test_other_requests_go_on_while_a_feature_of_many_ranges_is_checked(ra
         running.cancel()
 
 
-async def test_a_feature_that_passes_the_check_fits_the_queue_with_the_longest_names(queue):
+async def test_a_checked_feature_fits_the_queue_with_the_longest_names(queue):
     def spread(ranges: int) -> FeatureRef:
         return replace(job("a").feature, ranges=[[70_000, 70_000]] * ranges)
 
@@ -226,7 +226,7 @@ async def test_a_feature_that_passes_the_check_fits_the_queue_with_the_longest_n
     assert (await queue.depth())["image"].jobs == 1
 
 
-async def test_a_job_for_a_queue_that_is_not_there_is_the_publishers_to_try_again(connect):
+async def test_a_job_for_a_missing_queue_must_be_published_again(connect):
     queue = EncodeQueue(await connect("early"))
     with pytest.raises(DeadlineError, match="publish it again"):
         await queue.publish(job("a"))

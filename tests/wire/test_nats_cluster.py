@@ -53,7 +53,7 @@ LIMITS = StoreLimits(entry_bytes=1 << 20, bytes_bytes=8 << 20, max_age_seconds=6
     ],
     ids=str,
 )
-def test_a_client_goes_to_the_server_that_has_failed_least_and_not_back_to_the_lost_one(
+def test_a_client_avoids_the_lost_server_and_prefers_the_least_failed(
     reconnects: tuple[int, ...], lost: str, hosts: str, pause: tuple[float, float]
 ) -> None:
     servers = [Server(urlsplit(f"nats://{h}"), n) for h, n in zip("abc", reconnects, strict=False)]

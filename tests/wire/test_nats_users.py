@@ -127,9 +127,7 @@ async def test_a_user_receives_the_subjects_of_its_roles_and_no_others(server: N
 
 
 @pytest.mark.parametrize("user", [user for user in USERS if user != GATEWAY_USER])
-async def test_a_worker_cannot_create_a_stream_of_subjects_that_it_may_not_receive(
-    server: NatsServer, user: str
-) -> None:
+async def test_a_worker_cannot_create_a_stream_of_forbidden_subjects(server: NatsServer, user: str) -> None:
     async with as_user(server, user) as (client, violations):
         await client.publish("$JS.API.STREAM.CREATE.spy", b'{"name": "spy", "subjects": ["mmd.ai.chat.>"]}')
         await client.publish("$JS.API.CONSUMER.CREATE.spy.x", b"{}")
@@ -268,7 +266,7 @@ async def test_a_url_with_credentials_is_refused_without_repeating_them(url: str
     assert "s3cret" not in str(refused.value)
 
 
-async def test_no_bus_is_locked_out_by_two_rotations_and_the_first_password_ends(tmp_path: Path) -> None:
+async def test_two_rotations_lock_out_no_bus_and_end_the_first_password(tmp_path: Path) -> None:
     """The server restarts with the new password and the last, the file that a pod reads follows later, and requests wait meanwhile."""
     server = NatsServer(
         tmp_path / "server",

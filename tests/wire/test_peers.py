@@ -272,7 +272,7 @@ async def test_an_announcement_that_cannot_be_sent_is_logged_and_not_raised(
         max_size=40,
     )
 )
-def test_the_newest_heartbeats_are_listed_by_name_and_a_list_does_not_change_later(steps) -> None:
+def test_the_newest_heartbeats_are_listed_by_name_and_lists_never_change(steps) -> None:
     table, newest, seen = PeerTable(3.0), dict[str, tuple[Heartbeat, float]](), []
     now = 100.0
     table.tick(now)

@@ -37,7 +37,7 @@ async def logs(connect: Connect) -> tuple[FileLog, FileLog]:
     return first, second
 
 
-async def test_of_two_that_write_at_once_one_is_refused_and_reads_what_the_other_wrote(
+async def test_a_writer_is_refused_until_it_has_read_the_others_entry(
     logs: tuple[FileLog, FileLog],
 ) -> None:
     first, second = logs
@@ -50,7 +50,7 @@ async def test_of_two_that_write_at_once_one_is_refused_and_reads_what_the_other
     assert {one.file_id for one in first} == {"file-1", "file-2"}
 
 
-async def test_a_later_entry_of_a_file_replaces_it_for_all_and_for_those_that_come_later(
+async def test_a_files_later_entry_replaces_it_for_present_and_future_readers(
     logs: tuple[FileLog, FileLog], connect: Connect
 ) -> None:
     first, second = logs
@@ -83,7 +83,7 @@ async def test_a_full_store_refuses_a_chunk_and_has_room_again(
         await contents.read("file-1", 0)
 
 
-async def test_a_gateway_with_larger_limits_raises_those_of_the_streams_and_one_with_smaller_keeps_them(
+async def test_a_gateway_raises_stream_limits_but_never_lowers_them(
     logs: tuple[FileLog, FileLog], connect: Connect
 ) -> None:
     bus = await connect("g-5")

@@ -157,9 +157,7 @@ async def test_anthropics_client_gets_its_own_errors_about_keys_and_limits(
     assert nowhere.json()["type"] == "error"
 
 
-async def test_health_the_page_and_what_is_for_those_who_run_the_deployment_need_no_key(
-    launch: Launch, file: Path
-) -> None:
+async def test_health_the_page_and_the_admin_port_need_no_key(launch: Launch, file: Path) -> None:
     gateway = await with_key(launch, file, new_key())
     await gateway.worker()
     for path in OPEN:
@@ -301,7 +299,7 @@ def instructions(access: Access, key: bytes) -> list[tuple[str, int]]:
     return executed
 
 
-def test_the_work_of_refusing_a_key_does_not_depend_on_how_near_it_is_to_a_valid_one() -> None:
+def test_refusing_any_wrong_key_takes_the_same_number_of_instructions() -> None:
     keys = [new_key() for _ in range(20)]
     access, right = Access(Metrics()), keys[7].encode()
     access.take(Tenant.model_validate(tenant(f"t{number}", key)) for number, key in enumerate(keys))
@@ -345,9 +343,7 @@ async def test_a_client_without_a_key_is_refused_before_its_body_is_read(launch:
     assert await raw_status(gateway, "POST", path, ("transfer-encoding", "chunked")) == 401
 
 
-async def test_a_client_without_a_key_or_over_its_limit_cannot_send_without_end(
-    launch: Launch, file: Path
-) -> None:
+async def test_bodies_of_refused_clients_are_read_within_bounds(launch: Launch, file: Path) -> None:
     key = new_key()
     gateway = await with_key(launch, file, key, of={"limits": {"requestsPerMinute": 1}})
     path = "/v1/chat/completions"
@@ -369,9 +365,7 @@ async def test_an_expired_key_is_refused_with_its_reason(launch: Launch, file: P
     assert await status(gateway, ("x-api-key", key)) == 200
 
 
-async def test_refused_requests_are_counted_by_reason_and_push_no_request_out_of_the_recent_ones(
-    launch: Launch, file: Path
-) -> None:
+async def test_unauthorized_requests_are_counted_but_not_listed_as_recent(launch: Launch, file: Path) -> None:
     gateway = await with_key(launch, file, new_key())
     await status(gateway)
     await status(gateway, ("x-api-key", "other"))
@@ -385,7 +379,7 @@ async def test_refused_requests_are_counted_by_reason_and_push_no_request_out_of
 
 
 @pytest.mark.parametrize("per_tenant", [False, True])
-async def test_prefixes_are_shared_within_a_tenant_or_by_all_and_never_beyond_a_clients_own_salt(
+async def test_prefix_sharing_stops_at_salts_and_if_configured_at_tenants(
     launch: Launch, file: Path, per_tenant: bool
 ) -> None:
     one, again, other = new_key(), new_key(), new_key()
@@ -446,7 +440,7 @@ async def test_a_tenant_uses_and_sees_its_models_alone(launch: Launch, file: Pat
     assert answer.status_code == 200
 
 
-async def test_an_adapters_entry_does_not_name_a_model_that_the_tenant_may_not_use(
+async def test_an_adapters_entry_hides_a_base_model_forbidden_to_the_tenant(
     launch: Launch, file: Path
 ) -> None:
     limited, free = new_key(), new_key()
@@ -534,7 +528,7 @@ async def test_a_broken_file_keeps_the_keys_in_force_and_shows(
 
 
 @pytest.mark.parametrize("content", [None, "tenants: [", "# nothing\n"], ids=["missing", "broken", "empty"])
-async def test_without_any_valid_file_nobody_is_let_in_and_the_gateway_is_not_ready(
+async def test_without_a_valid_key_file_the_gateway_admits_nobody(
     launch: Launch, file: Path, content: str | None
 ) -> None:
     key = new_key()
@@ -569,14 +563,12 @@ async def _listening(starting: asyncio.Task[Running]) -> tuple[str, int]:
     return "127.0.0.1", port
 
 
-async def test_a_gateway_that_needs_keys_and_is_given_no_file_does_not_start(launch: Launch) -> None:
+async def test_a_gateway_that_needs_keys_does_not_start_without_a_file(launch: Launch) -> None:
     with pytest.raises(RuntimeError, match="MMD_KEYS_FILE"):
         await launch(auth=AUTH)
 
 
-async def test_a_tenant_has_as_many_requests_in_flight_as_it_may_and_others_are_not_affected(
-    launch: Launch, file: Path
-) -> None:
+async def test_a_limit_on_concurrent_requests_affects_only_its_tenant(launch: Launch, file: Path) -> None:
     key, other = new_key(), new_key()
     gateway = await with_key(
         launch, file, key, tenant("other", other), of={"limits": {"concurrentRequests": 2}}
@@ -612,9 +604,7 @@ async def test_a_tenant_has_as_many_requests_in_flight_as_it_may_and_others_are_
     assert answer.status_code == 200, "what has ended makes room"
 
 
-async def test_a_tenant_over_its_limit_pushes_no_request_out_of_the_recent_ones(
-    launch: Launch, file: Path
-) -> None:
+async def test_requests_over_a_tenants_limit_are_not_listed_as_recent(launch: Launch, file: Path) -> None:
     key = new_key()
     gateway = await with_key(launch, file, key, of={"limits": {"requestsPerMinute": 1}})
     await gateway.worker()
@@ -756,7 +746,7 @@ async def asked_by_mmd_chat(gateway: Running, monkeypatch: pytest.MonkeyPatch, k
     return await asyncio.to_thread(ask)
 
 
-async def test_mmd_chat_uses_a_key_as_a_shell_reads_it_from_a_file(
+async def test_mmd_chat_ignores_a_line_ending_after_its_key(
     launch: Launch, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = new_key()

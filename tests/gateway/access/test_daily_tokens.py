@@ -53,7 +53,7 @@ def test_a_day_ends_at_midnight_utc() -> None:
     assert (tokens.total(), tokens.seconds_left()) == (0, DAY_SECONDS)
 
 
-def test_tokens_that_are_given_back_are_taken_off_the_next_ones_of_the_day() -> None:
+def test_tokens_given_back_offset_later_tokens_of_the_same_day() -> None:
     now = [3 * DAY_SECONDS - 10.0]
     tokens = TokensOfADay(lambda: now[0])
     tokens.add(70)
@@ -86,7 +86,7 @@ async def test_gateways_add_up_what_each_has_counted(bus: Bus) -> None:
     assert (one.usage.tokens.total(), other.usage.tokens.total()) == (42, 42)
 
 
-async def test_a_gateway_that_a_tenant_has_not_used_knows_that_its_day_is_spent(bus: Bus) -> None:
+async def test_a_gateway_learns_from_others_that_a_tenants_day_is_spent(bus: Bus) -> None:
     one, other = limited(limit=1000), limited(limit=1000)
     first, second = gateway(bus, one), gateway(bus, other)
     await second.exchange()
@@ -144,7 +144,7 @@ async def test_a_writer_that_has_read_an_older_total_is_refused(bus: Bus) -> Non
     assert (await records.read(2, "search")).total == 0
 
 
-async def test_tokens_of_a_day_are_limited_at_every_gateway_and_after_a_restart(
+async def test_a_daily_token_limit_spans_gateways_and_restarts(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmd_workers.process.live.CHECK_SECONDS", 0.02)

@@ -111,9 +111,7 @@ async def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue(launch: La
     assert len(pods.taken) <= 5
 
 
-async def test_a_gateway_full_of_a_floods_requests_has_a_place_for_a_quiet_tenant(
-    launch: Launch, file: Path
-) -> None:
+async def test_a_gateway_filled_by_a_flood_admits_a_quiet_tenant(launch: Launch, file: Path) -> None:
     pods = Pods()
     gateway, quiet, flood = await fair(launch, file, pods=pods, maxConcurrentRequests=12)
     flooding = asking(gateway, LONG, flood, 12)
@@ -169,9 +167,7 @@ async def test_a_body_that_has_not_come_takes_no_place_of_others(launch: Launch,
     assert (await slow).status_code == 400
 
 
-async def test_more_work_than_may_wait_is_refused_with_the_time_to_come_back(
-    launch: Launch, file: Path
-) -> None:
+async def test_work_that_overflows_the_queue_is_refused_with_a_retry_time(launch: Launch, file: Path) -> None:
     pods = Pods()
     gateway, _, flood = await fair(launch, file, pods=pods, requestTimeoutSeconds=2)
     answers = await asyncio.gather(*asking(gateway, LONG, flood, 8))
@@ -183,9 +179,7 @@ async def test_more_work_than_may_wait_is_refused_with_the_time_to_come_back(
     await assert_nothing_is_left(gateway)
 
 
-async def test_work_beyond_a_tenants_limit_is_refused_with_the_time_to_come_back(
-    launch: Launch, file: Path
-) -> None:
+async def test_work_beyond_a_tenants_limit_is_refused_with_a_retry_time(launch: Launch, file: Path) -> None:
     key, pods = new_key(), Pods()
     write(file, tenant("search", key, limits={"workSecondsPerMinute": 5}))
     gateway = await launch(keys_file=str(file), auth=AUTH)

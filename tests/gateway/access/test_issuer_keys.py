@@ -69,7 +69,7 @@ async def test_many_who_ask_at_once_share_one_fetch(keys: IssuerKeys, issuer: Lo
     assert issuer.fetched == {DISCOVERY: 1, KEYS: 1}
 
 
-async def test_keys_that_are_not_known_cause_no_more_than_a_fetch_in_ten_seconds(
+async def test_unknown_keys_cause_at_most_one_fetch_in_ten_seconds(
     keys: IssuerKeys, issuer: LocalIssuer, clock: Clock
 ) -> None:
     await keys.find("first")
@@ -101,7 +101,7 @@ async def test_a_new_key_is_found_as_soon_as_it_may_be_fetched(
 
 
 @pytest.mark.parametrize("left", [[], [public_jwk("first", FIRST, use="enc")]], ids=["none", "no usable"])
-async def test_the_last_key_that_an_issuer_withdraws_is_refused_once_the_keys_are_fetched_again(
+async def test_an_issuers_withdrawn_only_key_is_refused_after_a_refresh(
     left: list[dict[str, Any]], keys: IssuerKeys, issuer: LocalIssuer, clock: Clock
 ) -> None:
     await keys.find("first")
@@ -117,7 +117,7 @@ async def test_the_last_key_that_an_issuer_withdraws_is_refused_once_the_keys_ar
     assert keys.fault == ""
 
 
-async def test_keys_outlive_an_issuer_that_is_away_for_an_hour_and_no_longer(
+async def test_keys_survive_an_issuers_absence_for_one_hour_only(
     keys: IssuerKeys, issuer: LocalIssuer, clock: Clock
 ) -> None:
     await keys.find("first")
@@ -200,7 +200,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", list(BROKEN))
-async def test_what_a_broken_issuer_answers_is_a_fault_in_bounded_time_and_ends_nothing(
+async def test_a_broken_issuer_causes_a_temporary_fault_in_bounded_time(
     name: str, keys: IssuerKeys, issuer: LocalIssuer, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, send, words = BROKEN[name]
@@ -226,7 +226,7 @@ async def test_key_sets_at_addresses_without_tls_are_not_fetched(
     assert "no https address" in keys.fault
 
 
-async def test_no_more_than_a_few_requests_wait_for_an_issuer_that_does_not_answer(
+async def test_only_a_few_requests_wait_for_an_issuer_that_never_answers(
     keys: IssuerKeys, issuer: LocalIssuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 2)
@@ -240,7 +240,7 @@ async def test_no_more_than_a_few_requests_wait_for_an_issuer_that_does_not_answ
             await task
 
 
-async def test_a_published_key_is_not_refused_for_good_while_strangers_wait_for_the_fetch_that_finds_it(
+async def test_a_published_key_is_not_refused_for_good_while_strangers_wait(
     keys: IssuerKeys, issuer: LocalIssuer, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 2)
@@ -258,7 +258,7 @@ async def test_a_published_key_is_not_refused_for_good_while_strangers_wait_for_
     assert (await keys.find("second")).key == FIRST.public_key()
 
 
-async def test_a_token_without_a_key_id_is_refused_in_these_words_where_there_are_several_keys(
+async def test_with_several_keys_a_token_needs_a_key_id(
     keys: IssuerKeys, issuer: LocalIssuer, clock: Clock
 ) -> None:
     assert (await keys.find("")).key == FIRST.public_key()

@@ -54,7 +54,7 @@ async def test_the_first_file_is_in_force_at_the_first_look(
     assert found(access).name == "search"
 
 
-async def test_a_file_that_is_being_written_in_place_is_taken_when_it_is_complete(
+async def test_a_file_written_in_place_is_taken_once_it_is_complete(
     access: Access, file: Path, keys: LiveKeys
 ) -> None:
     file.write_text(RESTRICTED)
@@ -68,7 +68,7 @@ async def test_a_file_that_is_being_written_in_place_is_taken_when_it_is_complet
     assert found(access).tenant.limits.requests_per_minute == 2
 
 
-async def test_a_file_that_stays_empty_is_rejected_and_one_that_was_away_must_be_seen_twice(
+async def test_an_empty_file_is_rejected_and_a_restored_one_read_twice(
     access: Access, file: Path, keys: LiveKeys
 ) -> None:
     file.write_text(RESTRICTED)
@@ -120,7 +120,7 @@ async def test_a_bug_in_reading_the_file_is_a_rejection_without_its_words(
     assert access.fault == "cannot be read (KeyError); check it"
 
 
-def test_a_tenant_that_is_removed_and_comes_back_has_used_what_it_has_used(
+def test_a_tenant_removed_and_added_again_keeps_its_usage(
     access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -144,7 +144,7 @@ def test_a_tenant_that_is_removed_and_comes_back_has_used_what_it_has_used(
         pass
 
 
-def test_a_default_tenant_that_is_not_in_the_file_is_named_in_the_log_and_not_blamed_on_the_token_alone(
+def test_a_missing_default_tenant_is_logged_and_mentioned_in_the_refusal(
     access: Access, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not access.lacks("guests"), "there is no file yet, which is reported as such"

@@ -65,7 +65,7 @@ def code(answer: httpx.Response) -> str:
     return str(answer.json()["error"]["code"])
 
 
-async def test_a_token_stands_for_the_tenant_that_it_names_and_keys_work_beside_it(
+async def test_tokens_act_for_the_tenants_they_name_beside_keys(
     open_gateway: Open, issuer: LocalIssuer
 ) -> None:
     gateway = await open_gateway()
@@ -169,7 +169,7 @@ HOSTILE: dict[str, Callable[[LocalIssuer], str]] = {
 }
 
 
-async def test_a_token_that_the_issuer_did_not_make_for_this_gateway_and_this_time_is_refused(
+async def test_a_token_not_issued_for_this_gateway_and_time_is_refused(
     open_gateway: Open, issuer: LocalIssuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(issuer_module, "RETRY_SECONDS", 0.001)
@@ -243,7 +243,7 @@ async def test_while_the_issuer_is_away_tokens_get_503_and_keys_work(
     assert await gateway.metric("mmd_gateway_issuer_unreachable_state") == 0
 
 
-async def test_a_token_whose_tenant_is_not_listed_is_refused_or_counts_as_the_default_one(
+async def test_a_token_for_an_unlisted_tenant_fails_without_a_default(
     open_gateway: Open, issuer: LocalIssuer
 ) -> None:
     strict, lenient = await open_gateway(), await open_gateway(defaultTenant="search")

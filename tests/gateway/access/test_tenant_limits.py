@@ -26,7 +26,7 @@ def refused(usage: TenantUsage, limits: TenantLimits, now: float, gateways: int 
     return error.value
 
 
-def test_requests_of_a_minute_are_refused_beyond_the_limit_until_the_oldest_is_a_minute_old() -> None:
+def test_requests_beyond_the_minute_limit_are_refused_until_the_oldest_expires() -> None:
     usage, limit = TenantUsage(), limits(requestsPerMinute=3)
     for now in (10.2, 20.0, 30.0):
         usage.begin("search", limit, 1, now)
@@ -76,7 +76,7 @@ def test_a_limit_is_divided_among_gateways_and_rounded_up() -> None:
     usage.begin("search", limit, 1, 0.0)
 
 
-def test_work_of_a_minute_is_refused_from_the_limit_on_until_enough_is_a_minute_old() -> None:
+def test_work_beyond_the_minute_limit_is_refused_until_enough_expires() -> None:
     usage, limit = TenantUsage(), limits(workSecondsPerMinute=10)
     for now, seconds in ((10.0, 4.0), (20.0, 5.9)):
         usage.check_work("search", limit, 1, 0.0, now)
@@ -117,7 +117,7 @@ def test_without_limits_nothing_is_refused() -> None:
     limit=st.integers(1, 12),
     start=st.floats(0, 1e6),
 )
-def test_no_minute_has_more_requests_than_the_limit_and_who_waits_as_told_is_let_in(
+def test_no_minute_exceeds_the_limit_and_waiting_as_told_is_enough(
     gaps: list[float], limit: int, start: float
 ) -> None:
     minute, let_in, now = AmountOfAMinute(), list[float](), start
@@ -134,7 +134,7 @@ def test_no_minute_has_more_requests_than_the_limit_and_who_waits_as_told_is_let
         assert sum(first <= one < first + 60 for one in let_in) <= limit
 
 
-def test_a_request_beyond_a_tenants_limits_is_its_own_fault_and_misses_no_promise() -> None:
+def test_a_request_beyond_its_tenants_limits_misses_no_promise() -> None:
     slo = SloSpec(ttft_milliseconds=100)
 
     def kept(code: str) -> dict[str, bool]:

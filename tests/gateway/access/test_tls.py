@@ -99,7 +99,7 @@ async def test_old_versions_of_tls_are_refused(launch: Launch, authority: Author
 
 
 @pytest.mark.processes
-async def test_a_certificate_is_rotated_under_a_live_stream_and_a_broken_pair_changes_nothing(
+async def test_certificates_rotate_under_a_live_stream_and_broken_pairs_are_ignored(
     own_nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend, authority: Authority
 ) -> None:
     secret = MountedSecret(tmp_path / "tls")
@@ -167,7 +167,7 @@ async def test_a_certificate_is_rotated_under_a_live_stream_and_a_broken_pair_ch
             await worker.close()
 
 
-async def test_without_a_valid_pair_no_connection_is_accepted_and_the_gateway_is_not_ready(
+async def test_without_a_valid_certificate_pair_the_client_port_stays_closed(
     launch: Launch, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmd_workers.process.live.CHECK_SECONDS", 0.02)
@@ -242,9 +242,7 @@ def _pairs(authority: Authority) -> dict[str, tuple[dict[str, str], str]]:
 
 
 @pytest.mark.parametrize("name", list(_pairs(Authority())))
-def test_a_pair_that_cannot_be_used_is_refused_by_file_and_remedy_without_its_key(
-    name: str, authority: Authority
-) -> None:
+def test_refusing_an_unusable_pair_names_file_and_remedy_but_no_key(name: str, authority: Authority) -> None:
     pair, words = _pairs(authority)[name]
     with pytest.raises(InvalidCertificateError, match=words) as refused:
         load_pair(pair["tls.crt"].encode(), pair["tls.key"].encode())
@@ -291,7 +289,7 @@ class Following:
         return self.certificate.context()
 
 
-async def test_a_certificate_that_its_library_cannot_read_keeps_the_last_valid_one_in_force(
+async def test_an_unreadable_certificate_leaves_the_last_valid_one_in_force(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Following(tmp_path)
@@ -311,7 +309,7 @@ async def test_a_certificate_that_its_library_cannot_read_keeps_the_last_valid_o
     assert await one.after(authority.issue()) not in (None, before)
 
 
-async def test_a_certificate_is_taken_when_it_becomes_valid_and_when_the_process_can_load_it(
+async def test_a_certificate_is_taken_once_it_is_valid_and_loadable(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Following(tmp_path)
@@ -336,7 +334,7 @@ async def test_a_certificate_is_taken_when_it_becomes_valid_and_when_the_process
     assert (one.certificate.context() not in (None, since), one.certificate.fault) == (True, "")
 
 
-async def test_a_pair_whose_files_change_one_after_the_other_is_taken_when_both_have(
+async def test_a_pair_is_taken_only_after_both_files_have_changed(
     tmp_path: Path, authority: Authority
 ) -> None:
     first, second = authority.issue(), authority.issue()

@@ -124,7 +124,7 @@ def earliest_complete(text: str, stops: list[str]) -> str:
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
 )
 @settings(max_examples=500, deadline=None)
-def test_text_ends_where_the_first_complete_stop_string_begins_however_it_is_cut(text, stops, sizes) -> None:
+def test_text_ends_at_its_first_complete_stop_string_however_cut(text, stops, sizes) -> None:
     scanner = StopScanner(stops)
     out = "".join(scanner.push("".join(map(chr, chunk))) for chunk in cuts([ord(c) for c in text], sizes))
     out += scanner.flush()

@@ -123,7 +123,7 @@ REQUESTS: dict[str, tuple[type[BaseModel], Mapping[str, object]]] = {
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_the_page_lists_every_field_of_a_request_with_what_becomes_of_it(path: str) -> None:
+def test_the_page_lists_every_request_field_and_its_handling(path: str) -> None:
     model, not_served = REQUESTS[path]
     table = section("Fields").split(f"### `{path}`\n")[1].split("\n### ")[0]
     listed = {quoted(cells[0])[0]: cells[1] for cells in rows(table)}
@@ -243,7 +243,7 @@ def test_the_page_lists_every_status_with_its_codes() -> None:
 
 
 @pytest.mark.parametrize("path", [*SOURCES, SERVER], ids=lambda path: path.stem)
-def test_no_answer_of_the_gateway_has_a_code_that_is_not_in_the_table(path: Path) -> None:
+def test_no_answer_has_a_code_missing_from_the_table(path: Path) -> None:
     """An ApiError takes its code from a type of the table; this finds answers that are made without one."""
     assert spelled_codes(path.read_text()) == []
 

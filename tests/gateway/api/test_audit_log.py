@@ -146,7 +146,7 @@ async def test_nothing_is_logged_unless_the_spec_wants_it(
     assert "audit" not in capfd.readouterr().out
 
 
-async def test_nobody_waits_for_a_reader_that_has_stopped_and_what_is_dropped_is_counted(
+async def test_a_stalled_reader_delays_nobody_and_dropped_lines_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)

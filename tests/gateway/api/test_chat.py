@@ -93,7 +93,7 @@ async def test_no_detail_changes_an_image_that_the_processor_gives_one_size(
     assert other.feature_id == one.feature_id
 
 
-async def test_an_answer_can_be_sent_back_as_the_next_turn_as_the_client_keeps_it(launch: Launch) -> None:
+async def test_a_client_can_send_an_answer_back_as_the_next_turn(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker("the red circle")
     create = gateway.openai.chat.completions.create
@@ -177,7 +177,7 @@ async def test_the_synchronous_client_works_as_well(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_stop_string_across_tokens_ends_the_text_before_it_and_frees_the_worker(
+async def test_a_stop_string_across_tokens_ends_text_and_frees_the_worker(
     launch: Launch, stream: bool
 ) -> None:
     gateway = await launch()
@@ -428,7 +428,7 @@ def scenes(**choice: Any) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url("video/mp4", SCENES.read_bytes())}, **choice}
 
 
-async def test_frames_are_chosen_by_what_is_in_a_video_and_by_their_seconds(launch: Launch) -> None:
+async def test_frames_of_a_video_are_chosen_by_content_or_seconds(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker("the red circle")
 
@@ -461,7 +461,7 @@ async def test_frames_are_chosen_by_what_is_in_a_video_and_by_their_seconds(laun
     assert len({one.feature_id for one in worker.requests[-1].features}) == 1, "the same frames"
 
 
-async def test_a_second_after_the_end_of_a_video_is_refused_by_its_field(launch: Launch) -> None:
+async def test_a_timestamp_after_the_end_of_a_video_is_refused(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker("the red circle")
     messages = [{"role": "user", "content": [scenes(), scenes(timestamps=[0, 8, 8.5])]}]
@@ -526,9 +526,7 @@ async def test_found_frames_are_left_out_evenly_where_the_prompt_would_not_fit(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_videos_have_fewer_frames_where_the_prompt_would_not_fit_and_the_answer_reports_it(
-    launch: Launch, stream: bool
-) -> None:
+async def test_videos_lose_frames_to_fit_and_the_answer_reports_it(launch: Launch, stream: bool) -> None:
     gateway = await launch(media={"video": {"tooLong": "FewerFrames"}})
     worker = await gateway.worker("the red circle", max_model_len=120)
     request = {
@@ -567,7 +565,7 @@ async def test_videos_have_fewer_frames_where_the_prompt_would_not_fit_and_the_a
     ],
     ids=["the text is too long", "the least frames and pixels are too many"],
 )
-async def test_a_prompt_that_no_number_of_frames_or_pixels_makes_fit_is_refused(
+async def test_a_prompt_too_long_with_fewest_frames_and_pixels_is_refused(
     launch: Launch, parts: list[dict[str, Any]], max_model_len: int, named: str
 ) -> None:
     gateway = await launch(media={"video": {"tooLong": "FewerFrames"}})
@@ -578,7 +576,7 @@ async def test_a_prompt_that_no_number_of_frames_or_pixels_makes_fit_is_refused(
     assert named in answer.json()["error"]["message"]
 
 
-async def test_a_prompt_that_its_videos_make_too_long_is_refused_with_the_field_that_allows_fewer_frames(
+async def test_a_refusal_for_too_many_frames_names_the_setting_for_fewer(
     launch: Launch,
 ) -> None:
     gateway = await launch()
@@ -634,7 +632,7 @@ async def test_the_gateway_opens_no_medium_in_its_own_process(
     assert await gateway.metric("mmd_sandbox_layer_state") >= 1
 
 
-async def test_the_gateway_has_made_its_messages_and_its_tracing_before_it_is_ready(
+async def test_messages_and_tracing_are_warmed_up_before_the_gateway_is_ready(
     launch: Launch, caplog: pytest.LogCaptureFixture
 ) -> None:
     exposed = (await (await launch(with_decoders=True)).admin.get("/metrics")).text
@@ -742,7 +740,7 @@ async def test_an_answer_about_truncated_audio_reports_how_much_is_missing(
     assert float(answer.headers["x-mmd-truncated-audio-seconds"]) == missing
 
 
-async def test_a_sound_beyond_the_window_is_refused_unless_the_resource_allows_to_truncate_it(
+async def test_a_sound_beyond_the_window_is_refused_unless_truncation_is_allowed(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Adapter, "max_audio_samples", lambda *_: 4000)

@@ -116,7 +116,7 @@ async def test_an_echo_repeats_the_prompt_before_its_answer(launch: Launch, stre
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("count", [0, 2])
-async def test_an_echo_has_the_log_probabilities_of_the_prompt_before_those_of_the_answer(
+async def test_an_echo_has_log_probabilities_of_the_prompt_then_the_answer(
     launch: Launch, stream: bool, count: int
 ) -> None:
     gateway = await launch()

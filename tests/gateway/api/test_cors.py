@@ -53,7 +53,7 @@ async def test_a_preflight_of_a_listed_origin_is_answered_without_a_key(
     assert (await gateway.http.options("/v1/models", headers=method)).status_code == 400
 
 
-async def test_answers_and_errors_can_be_read_by_pages_of_a_listed_origin_alone(
+async def test_only_pages_of_listed_origins_can_read_answers_and_errors(
     launch: Launch, tmp_path: Path
 ) -> None:
     gateway = await with_origins(launch, tmp_path, APP)
@@ -140,9 +140,7 @@ ASK = """async ([url, key, body]) => {
 
 
 @pytest.mark.processes
-async def test_a_browser_lets_a_page_of_a_listed_origin_ask_and_no_other(
-    launch: Launch, tmp_path: Path
-) -> None:
+async def test_a_browser_lets_only_pages_of_listed_origins_ask(launch: Launch, tmp_path: Path) -> None:
     with site() as listed, site() as other:
         gateway = await with_origins(launch, tmp_path, listed)
         worker = await gateway.worker("the red circle")

@@ -71,7 +71,7 @@ async def test_a_list_has_pages_and_both_orders(launch: Launch) -> None:
         assert refused.json()["error"]["param"] == query.partition("=")[0]
 
 
-async def test_a_file_in_a_question_is_the_same_medium_as_its_bytes_sent_inline(launch: Launch) -> None:
+async def test_an_uploaded_file_is_the_same_medium_as_inline_bytes(launch: Launch) -> None:
     gateway = await launch(files=FILES)
     worker = await gateway.worker()
     data = png()
@@ -220,7 +220,7 @@ async def test_limits_name_their_field_and_a_deletion_makes_room(launch: Launch)
     assert "spec.gateway.files.maxFileMebibytes" in refused.json()["error"]["message"]
 
 
-async def test_an_upload_that_no_encoder_takes_succeeds_and_its_bytes_are_let_go(
+async def test_an_upload_that_no_encoder_takes_succeeds_and_frees_its_bytes(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmd_workers.gateway.intake.encode_on_upload.JOB_SECONDS", 1.0)

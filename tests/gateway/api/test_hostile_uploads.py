@@ -209,7 +209,7 @@ async def test_a_declared_length_beside_chunks_bypasses_no_limit(launch: Launch)
     assert sum(one["bytes"] for one in files) <= FILES["maxTenantMebibytes"] << 20
 
 
-async def test_a_small_file_of_no_declared_length_needs_no_more_room_than_it_has(launch: Launch) -> None:
+async def test_a_small_upload_without_a_length_needs_only_its_own_room(launch: Launch) -> None:
     gateway = await launch(files=FILES)
     for _ in range(2):
         assert (await upload(gateway, bmp(600_000), "a.bmp")).status_code == 200
@@ -305,7 +305,7 @@ async def test_a_server_without_room_refuses_with_the_field_and_recovers(
         await asyncio.to_thread(full.stop)
 
 
-async def test_a_server_that_loses_its_store_has_no_files_and_takes_new_ones(
+async def test_a_server_that_lost_its_store_starts_over_with_new_files(
     launch: Launch, own_nats_server: NatsServer
 ) -> None:
     gateway = await launch(nats=own_nats_server, files=FILES)

@@ -300,9 +300,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-async def test_each_malformed_body_gets_an_error_that_names_the_field_as_it_was_sent(
-    launch: Launch, subtests: Any
-) -> None:
+async def test_the_error_for_a_malformed_body_names_the_field_as_sent(launch: Launch, subtests: Any) -> None:
     gateway = await launch()
     await gateway.worker(TEXT, max_model_len=1024)
     for name, (changes, expected) in REFUSED.items():
@@ -413,9 +411,7 @@ async def test_calls_are_blocks_whole_and_as_the_client_accumulates_them(
         await create(client, messages=[*again, {"role": "user", "content": results}], tools=[ADD, NOW])
 
 
-async def test_the_input_of_a_call_is_sent_while_the_rest_of_it_is_generated(
-    launch: Launch, clients: Any
-) -> None:
+async def test_a_calls_input_is_sent_while_the_rest_is_generated(launch: Launch, clients: Any) -> None:
     gateway = await launch()
     script = HalfFirst(len(gateway.ids(CALL)) - len(gateway.ids("2}}</tool_call>")))
     await gateway.worker(CALL, script)

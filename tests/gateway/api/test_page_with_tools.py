@@ -53,7 +53,7 @@ async def violations(page: Page) -> list[str]:
     return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found]
 
 
-async def test_a_call_is_shown_as_it_streams_and_its_result_continues_the_conversation(
+async def test_a_call_streams_into_view_and_its_result_continues_the_conversation(
     launch: Launch,
 ) -> None:
     gateway = await launch()
@@ -101,7 +101,7 @@ async def test_a_call_is_shown_as_it_streams_and_its_result_continues_the_conver
         assert faults == []
 
 
-async def test_parallel_calls_are_shown_one_by_one_and_each_gets_its_own_result(launch: Launch) -> None:
+async def test_parallel_calls_are_shown_one_by_one_with_separate_results(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker(f"Two cities. {BERN}\n{THUN}")
     async with visit(gateway.url) as (page, faults):

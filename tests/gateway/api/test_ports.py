@@ -30,7 +30,7 @@ async def test_the_admin_port_is_where_the_gateway_is_scraped(launch: Launch) ->
     ["\u00b2", "9" * 5000, "-1", "many", ""],
     ids=["superscript", "too-long", "negative", "word", "empty"],
 )
-async def test_a_limit_that_is_no_number_is_the_default_and_not_an_error(launch: Launch, limit: str) -> None:
+async def test_a_limit_that_is_no_number_means_the_default(launch: Launch, limit: str) -> None:
     gateway = await launch()
     answer = await gateway.admin.get("/debug/requests", params={"limit": limit})
     assert (answer.status_code, answer.json()) == (200, {"requests": []})

@@ -44,7 +44,7 @@ async def test_a_response_is_answered_in_one_piece(launch: Launch) -> None:
     assert (await gateway.admin.get(f"/debug/requests/{response.id}")).status_code == 200
 
 
-async def test_a_streamed_response_has_the_events_of_the_api_numbered_in_their_order(launch: Launch) -> None:
+async def test_a_streamed_response_has_the_apis_events_numbered_in_order(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker(TEXT)
     events = [event async for event in await create(gateway, stream=True)]
@@ -389,9 +389,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-async def test_each_malformed_body_gets_an_error_that_names_the_field_as_it_was_sent(
-    launch: Launch, subtests: Any
-) -> None:
+async def test_the_error_for_a_malformed_body_names_the_field_as_sent(launch: Launch, subtests: Any) -> None:
     gateway = await launch()
     await gateway.worker(TEXT, max_model_len=1024)
     for name, (changes, param, expected) in REFUSED.items():

@@ -111,7 +111,7 @@ async def test_a_request_that_is_placed_again_keeps_its_adapter(launch: Launch) 
     ]
 
 
-def test_the_blocks_of_a_prompt_have_other_identities_with_each_adapter_and_salt() -> None:
+def test_prompt_blocks_have_different_identities_for_each_adapter_and_salt() -> None:
     index = CacheIndex()
     index.take(CacheReport("p", "i", 1, 16, [b"any"], []))
     tokens = list(range(64))
@@ -121,7 +121,7 @@ def test_the_blocks_of_a_prompt_have_other_identities_with_each_adapter_and_salt
     assert len({block for found in blocks for block in found}) == 36
 
 
-def test_a_decode_pod_is_offered_the_identities_of_the_adapter_and_the_salt() -> None:
+def test_a_decode_pod_is_offered_identities_for_adapter_and_salt() -> None:
     tokens = list(range(64))
     plain = GenerateRequest("r", 0, "g", tokens, [], Sampling(1), [], 0.0, 0.0)
     for adapter in ("", "sql"):

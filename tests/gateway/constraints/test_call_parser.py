@@ -124,7 +124,7 @@ def tokens_read(form: str, tokens: list[tuple[str, bool]], together: int) -> tup
 
 
 @pytest.mark.parametrize("together", [1, 3, 1000])
-def test_text_that_spells_a_marker_is_no_call_where_the_marker_is_a_token(together: int) -> None:
+def test_text_that_spells_a_token_marker_is_no_call(together: int) -> None:
     rest = '{"name": "add", "arguments": {"a": 1}}</tool_call>'
     spelled = [("<tool", False), ("_call>", False), (rest, False)]
     token = [("<tool_call>", True), (rest, False)]

@@ -162,7 +162,7 @@ async def test_a_cancelled_check_leaves_no_process(started: list[Process], gramm
     await check.check(OBJECT, "field")  # its place is free
 
 
-async def test_a_process_that_gets_no_cpu_is_killed_and_its_grammar_is_not_refused(
+async def test_a_check_without_cpu_is_killed_but_its_grammar_not_refused(
     started: list[Process], grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = GrammarCheck(grammars)
@@ -286,7 +286,7 @@ FORMS: dict[str, tuple[str, str, Callable[[dict], dict]]] = {
 
 
 @pytest.mark.parametrize(("path", "field", "form"), FORMS.values(), ids=FORMS)
-async def test_a_hostile_schema_is_refused_and_its_text_is_in_the_answer_alone(
+async def test_a_hostile_schema_is_refused_and_quoted_only_in_the_answer(
     launch: Launch, caplog: pytest.LogCaptureFixture, path: str, field: str, form: Callable[[dict], dict]
 ) -> None:
     gateway = await launch()

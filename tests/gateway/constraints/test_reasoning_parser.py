@@ -130,7 +130,7 @@ def test_markers_that_are_tokens_are_read_alike(
     assert read(parser(inside=inside, tokens=True), tokens_of(text))[:2] == (reasoning, content)
 
 
-def test_text_that_spells_a_marker_is_none_where_the_marker_is_a_token() -> None:
+def test_text_that_spells_a_token_marker_is_no_marker() -> None:
     end = (8, "</think>")
     spelled = letters("so </think> on")
     assert read(parser(inside=True, tokens=True), [*spelled, end, (1, "red")])[:2] == (

@@ -115,9 +115,7 @@ def test_any_json_is_read_or_refused_by_an_error_of_the_table(kind: str, value: 
 @pytest.mark.parametrize("kind", BODIES)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_any_value_of_any_field_is_read_or_refused_by_an_error_of_the_table(
-    kind: str, data: st.DataObject
-) -> None:
+def test_any_field_values_are_read_or_refused_by_a_listed_error(kind: str, data: st.DataObject) -> None:
     read, model, good = BODIES[kind]
     names = st.sampled_from(sorted(model.model_fields)) | NAMES
     assert_read_or_refused(read, good | data.draw(st.dictionaries(names, ANY, min_size=1, max_size=3)))
@@ -255,7 +253,7 @@ LONG: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_body_of_many_elements_is_read_in_time_that_grows_with_its_length(name: str) -> None:
+def test_a_body_of_many_elements_is_read_in_linear_time(name: str) -> None:
     """Eight times the elements may take thirty times as long on a busy machine; the square would be sixty-four times, and minutes."""
     kind, make = LONG[name]
     read, _, good = BODIES[kind]

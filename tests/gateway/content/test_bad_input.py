@@ -359,7 +359,7 @@ async def test_a_body_of_unknown_length_is_cut_off_at_the_limit(launch: Launch) 
     assert_is_error(response, 413, None, "maxBodyMebibytes")
 
 
-def test_what_has_no_effect_is_not_held_for_the_time_of_a_request() -> None:
+def test_a_field_without_effect_is_not_held_during_the_request() -> None:
     assert parse_chat_request(body(metadata={"x": "A" * 1000})).metadata is None
     with pytest.raises(ApiError, match="metadata"):
         parse_chat_request(body(metadata="A"))
@@ -377,7 +377,7 @@ async def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_a_too_long_prompt_is_rejected_with_the_excess_and_the_largest_part(launch: Launch) -> None:
+async def test_a_too_long_prompt_is_rejected_with_excess_and_largest_part(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker("the red circle", max_model_len=20)
     long = {"type": "text", "text": "circle " * 30}
@@ -481,7 +481,7 @@ async def test_unknown_paths_and_methods_get_errors_of_the_same_shape(launch: La
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_a_path_with_a_slash_at_its_end_is_another_path_and_redirects_nobody(launch: Launch) -> None:
+async def test_a_trailing_slash_makes_another_path_and_redirects_nobody(launch: Launch) -> None:
     gateway = await launch()
     for path in (
         "/v1/chat/completions",
@@ -521,7 +521,7 @@ def test_brackets_in_strings_are_not_depth_wherever_the_chunks_are_cut() -> None
 
 
 @pytest.mark.parametrize("size", [1, 7, 300, 400, 401, 402, 4000])
-def test_a_number_is_as_long_as_it_is_wherever_the_chunks_are_cut(size: int) -> None:
+def test_a_long_number_is_found_wherever_the_chunks_are_cut(size: int) -> None:
     def feed(digits: int) -> None:
         scanner, text = JsonScanner(), b'{"n": ' + b"1" * 399 + b', "seed": ' + b"1" * digits + b"}"
         for at in range(0, len(text), size):

@@ -64,7 +64,7 @@ async def test_tools_are_rendered_by_the_template(launch: Launch) -> None:
     assert tokens.json()["tokens"] == worker.requests[0].token_ids
 
 
-async def test_without_a_choice_the_prompt_has_no_tools_and_the_answer_no_calls(launch: Launch) -> None:
+async def test_tool_choice_none_leaves_tools_out_of_prompt_and_answer(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker(CALL)
     await gateway.openai.chat.completions.create(model=MODEL, messages=ASKED)

@@ -32,7 +32,7 @@ async def claim(
     return await claims._on_claim(AnswerClaim(name.digest, name.tenant, gateway, number, lost))
 
 
-async def test_a_claim_is_taken_over_only_where_it_is_the_one_that_was_lost() -> None:
+async def test_a_gateway_takes_over_only_the_claim_that_was_lost() -> None:
     """A request fails at gateway-0 and is sent again at both: gateway-1 finds the old claim stale, while gateway-0 makes the answer anew."""
     claims = claims_of(RetainedAnswers(1 << 20))
     assert await claim(claims, "gateway-0", "a") == AnswerClaimed("gateway-0", "a")

@@ -110,9 +110,7 @@ async def test_comments_in_a_stream_have_no_number(kept: Answers, comment_last: 
 
 
 @pytest.mark.parametrize("more", ["", WAITING, delta(2)])
-async def test_a_resumed_stream_goes_on_with_the_number_behind_that_of_the_last_event(
-    kept: Answers, more: str
-) -> None:
+async def test_a_resumed_stream_continues_after_the_last_events_number(kept: Answers, more: str) -> None:
     client = Client()
     await kept.put(delta(0) + WAITING + delta(1))
     last = kept.answer.next_block - 1
@@ -121,7 +119,7 @@ async def test_a_resumed_stream_goes_on_with_the_number_behind_that_of_the_last_
     assert client.numbers == ([2, 3] if more == delta(2) else [2])
 
 
-async def test_numbers_in_what_a_model_says_or_a_client_gave_are_not_those_of_events(kept: Answers) -> None:
+async def test_sequence_numbers_in_text_or_metadata_are_no_event_numbers(kept: Answers) -> None:
     client = Client()
     text = 'data: {"type":"x","sequence_number":77'
     await kept.put(delta(0) + delta(1, delta=f"\n{text}", metadata={"sequence_number": 99}))

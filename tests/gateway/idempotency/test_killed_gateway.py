@@ -88,7 +88,7 @@ async def test_a_request_that_joined_it_at_another_gateway_is_made_there(two: Tw
     assert len(two.worker.requests) == 2
 
 
-async def test_a_stream_that_had_begun_at_another_gateway_ends_with_an_error_and_can_be_asked_for_again(
+async def test_a_killed_gateways_joined_stream_fails_and_can_be_repeated(
     two: Two,
 ) -> None:
     body = BODY | {"stream": True}

@@ -394,7 +394,7 @@ async def test_a_stream_that_was_long_can_be_resumed_near_its_end_alone(
     assert len(worker.requests) == 1
 
 
-async def test_an_answer_that_is_too_long_to_be_retained_reaches_its_client_whole(
+async def test_an_answer_too_long_to_be_retained_reaches_its_client_whole(
     launch: Launch, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retained, "MAX_ANSWER_BYTES", 500)
@@ -412,7 +412,7 @@ async def test_an_answer_that_is_too_long_to_be_retained_reaches_its_client_whol
     assert len(worker.requests) == 1
 
 
-async def test_a_slow_client_holds_up_its_stream_but_not_that_of_a_repeat(
+async def test_a_slow_client_holds_up_its_stream_but_no_repeat(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads the first stream: what is made for it stops when it is far ahead, and goes on when a repeat reads."""
@@ -461,7 +461,7 @@ async def test_a_repeat_has_a_deadline_of_its_own(gated: tuple[Running, Scripted
     assert (await first).status_code == 200
 
 
-async def test_an_error_of_a_repeat_alone_is_an_event_of_the_api_in_a_stream_of_responses(
+async def test_responses_streams_give_a_repeats_own_error_as_an_event(
     gated: tuple[Running, ScriptedWorker, Gate],
 ) -> None:
     gateway, worker, gate = gated
@@ -483,7 +483,7 @@ async def test_an_error_of_a_repeat_alone_is_an_event_of_the_api_in_a_stream_of_
     assert len(worker.requests) == 1
 
 
-async def test_an_error_of_a_repeat_alone_is_an_error_of_the_api_in_a_stream_of_messages(
+async def test_messages_streams_give_a_repeats_own_error_as_an_api_error(
     gated: tuple[Running, ScriptedWorker, Gate],
 ) -> None:
     gateway, worker, gate = gated
@@ -670,7 +670,7 @@ async def test_a_repeat_at_another_gateway_has_a_deadline_of_its_own(launch: Lau
     assert len(worker.requests) == 1
 
 
-async def test_a_repeat_holds_no_body_once_the_answer_of_another_gateway_has_begun(launch: Launch) -> None:
+async def test_a_repeat_drops_its_body_once_another_gateways_answer_begins(launch: Launch) -> None:
     gate = Gate()
     first, second, worker = await two(launch, gate.script)
     content = json.dumps(asked(CHAT, stream=True)).encode() + b" " * ALLOWANCE_BYTES
@@ -709,7 +709,7 @@ async def test_a_stream_that_is_resumed_holds_no_body(
     assert (await resumed).status_code == 410
 
 
-async def test_a_stream_that_is_resumed_at_another_gateway_takes_no_beginning_from_a_repeat_there(
+async def test_a_stream_resumed_at_another_gateway_gets_no_beginning_from_repeats(
     launch: Launch,
 ) -> None:
     gate = Gate()
@@ -777,7 +777,7 @@ async def test_a_gateway_that_leaves_waits_for_another_that_reads_an_answer(
     assert len(worker.requests) == 1
 
 
-async def test_a_repeat_at_another_gateway_gets_the_end_of_a_stream_that_fails(
+async def test_a_repeat_at_another_gateway_gets_a_failing_streams_end(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the stream fails, and is no longer retained, between two readings of the other gateway."""
@@ -814,7 +814,7 @@ async def test_a_repeat_at_another_gateway_gets_the_end_of_a_stream_that_fails(
     await assert_nothing_is_left(second)
 
 
-async def test_an_event_that_is_not_in_the_stream_is_refused_at_another_gateway_too(launch: Launch) -> None:
+async def test_an_event_missing_from_the_stream_is_refused_at_another_gateway(launch: Launch) -> None:
     first, second, worker = await two(launch)
     whole = events((await first.http.post(CHAT, json=asked(CHAT, stream=True), headers=key())).text)
     run = last_of(whole).partition("-")[0]
@@ -826,7 +826,7 @@ async def test_an_event_that_is_not_in_the_stream_is_refused_at_another_gateway_
     assert len(worker.requests) == 1
 
 
-async def test_no_gateway_is_told_the_key_of_a_request_that_names_no_model(
+async def test_no_gateway_is_told_the_key_for_an_unknown_model(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async def told(*_args: object, **_more: object) -> None:

@@ -171,7 +171,7 @@ async def test_slow_clients_of_one_tenant_evict_no_answers_of_others() -> None:
     assert answers.used_bytes < 50_000
 
 
-async def test_the_answers_of_a_tenant_that_has_its_part_come_no_faster_than_they_are_read() -> None:
+async def test_answers_of_a_tenant_at_its_limit_wait_for_their_readers() -> None:
     """None is refused or lost: each client gets its whole answer, and what is held stays within the part and a block for each."""
     answers = RetainedAnswers(400_000)
     most = 0
@@ -209,7 +209,7 @@ async def test_the_answers_of_a_tenant_that_has_its_part_come_no_faster_than_the
     assert sizes.pop() > 40 * 5000
 
 
-async def test_a_gateway_that_reads_an_answer_gets_all_of_it_although_no_other_finds_it() -> None:
+async def test_a_reading_gateway_gets_a_whole_answer_that_others_cannot_find() -> None:
     answers = RetainedAnswers(1 << 20)
     (name,) = names(1)
     answer = await streamed(answers, name, 3)

@@ -70,9 +70,7 @@ async def in_tier(gateway: Running, tier: int, load: PodLoad, **spec: Any) -> Sc
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_under_load_media_are_laid_out_as_a_choice_of_fewer_pixels_and_frames_and_the_answer_reports_it(
-    launch: Launch, stream: bool
-) -> None:
+async def test_load_reduces_pixels_and_frames_and_the_answer_reports_it(launch: Launch, stream: bool) -> None:
     tier = {"memoryPercent": 80, "backlogMilliseconds": 1000, "pixelsPercent": 25, "framesPercent": 50}
     gateway = await launch(media={"underLoad": {"tiers": [tier]}})
     worker = await in_tier(gateway, 1, LOADED)
@@ -116,7 +114,7 @@ async def test_under_load_a_request_gets_a_share_of_what_it_chooses(launch: Laun
     assert details(answer)["omitted_video_frames"] == 2
 
 
-async def test_a_request_in_which_nothing_can_be_left_out_is_not_reported_as_degraded(launch: Launch) -> None:
+async def test_a_request_with_nothing_to_leave_out_is_not_reported_degraded(launch: Launch) -> None:
     gateway = await launch(media={"underLoad": {}})
     await in_tier(gateway, 2, LOADED)
     for parts in ([sound()], [{"type": "text", "text": "red"}], [picture(max_pixels=256)]):
@@ -125,7 +123,7 @@ async def test_a_request_in_which_nothing_can_be_left_out_is_not_reported_as_deg
         assert not [name for name in answer.headers if name.startswith(("x-mmd-omitted", "x-mmd-degraded"))]
 
 
-async def test_full_quality_returns_after_calm_and_load_changes_nothing_where_it_may_not(
+async def test_load_lowers_quality_only_where_allowed_and_only_until_calm(
     launch: Launch,
 ) -> None:
     gateway = await launch(media={"underLoad": {"holdSeconds": 1}})
@@ -140,7 +138,7 @@ async def test_full_quality_returns_after_calm_and_load_changes_nothing_where_it
     assert await plain.metric("mmd_media_quality_tier_state") == 0
 
 
-async def test_a_prompt_too_long_even_under_load_has_fewer_frames_still_and_reports_both(
+async def test_a_long_prompt_under_load_loses_more_frames_and_reports_both(
     launch: Launch,
 ) -> None:
     tier = {"memoryPercent": 80, "backlogMilliseconds": 1000, "framesPercent": 75}
@@ -154,7 +152,7 @@ async def test_a_prompt_too_long_even_under_load_has_fewer_frames_still_and_repo
     assert reported["omitted_video_frames"] == 16 - sum(frames)
 
 
-async def test_videos_whose_least_frames_do_not_fit_have_fewer_pixels_and_the_answer_reports_both(
+async def test_videos_that_do_not_fit_with_fewest_frames_lose_pixels_too(
     launch: Launch,
 ) -> None:
     roomy = await launch()
@@ -244,7 +242,7 @@ async def with_policy(
 @pytest.mark.parametrize(
     ("code", "retryable"), [(UnprocessableMediumError.code, False), (DeadlineError.code, True)]
 )
-async def test_with_degrade_frames_the_video_has_half_of_its_frames_in_a_new_attempt(
+async def test_degrade_frames_halves_a_videos_frames_in_a_new_attempt(
     launch: Launch, stream: bool, code: str, retryable: bool
 ) -> None:
     script = failing(1, "video", code, retryable=retryable)
@@ -274,7 +272,7 @@ async def test_with_degrade_frames_the_video_has_half_of_its_frames_in_a_new_att
     assert (chosen.token_ids, chosen.features) == (second.token_ids, second.features), "as exact as a choice"
 
 
-async def test_with_degrade_resolution_an_image_has_half_of_its_pixels_twice_at_most(launch: Launch) -> None:
+async def test_degrade_resolution_halves_an_images_pixels_at_most_twice(launch: Launch) -> None:
     gateway, worker = await with_policy(launch, "DegradeResolution", failing(2, "image"))
     reported = details(await ask(gateway, picture()))
     pixels = [one.features[0].work for one in worker.requests]
@@ -416,7 +414,7 @@ async def test_answers_are_no_longer_than_the_first_layout_had_room_for(launch: 
     assert second.sampling.max_tokens == first.sampling.max_tokens
 
 
-async def test_a_repeat_of_a_degraded_request_gets_its_answer_and_says_the_same(launch: Launch) -> None:
+async def test_a_degraded_requests_repeat_has_the_same_answer_and_report(launch: Launch) -> None:
     gateway, worker = await with_policy(launch, "DegradeFrames", failing(1, "video"))
     request = {"model": MODEL, "messages": [{"role": "user", "content": [film()]}]}
     first, again = [

@@ -46,7 +46,7 @@ def question(rows: int) -> dict:
     return {"model": "mistral3", "messages": [{"role": "user", "content": parts}], "max_tokens": 3}
 
 
-async def test_a_medium_whose_encode_job_exceeds_a_message_is_refused_by_its_field(
+async def test_a_medium_is_refused_when_its_encode_job_exceeds_a_message(
     launch: Launch, checkpoint: Path
 ) -> None:
     gateway = await launch({"id": str(checkpoint)}, encoder={"replicas": 1})
@@ -62,9 +62,7 @@ async def test_a_medium_whose_encode_job_exceeds_a_message_is_refused_by_its_fie
     assert smaller.status_code == 200, smaller.text
 
 
-async def test_without_an_encoder_pool_there_is_no_job_that_could_be_too_large(
-    launch: Launch, checkpoint: Path
-) -> None:
+async def test_without_an_encoder_pool_no_encode_job_is_too_large(launch: Launch, checkpoint: Path) -> None:
     gateway = await launch({"id": str(checkpoint)})
     worker = await gateway.worker([5, 6, 7])
     answer = await gateway.http.post("/v1/chat/completions", json=question(ROWS))

@@ -30,7 +30,7 @@ class Pages:
         return ["page-1", "page-2"]
 
 
-async def test_bytes_are_let_go_while_requests_wait_for_encoders_and_read_again_later(
+async def test_bytes_are_freed_while_requests_await_encoders_and_reread_later(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode_on_upload, "LOOK_SECONDS", 0.01)

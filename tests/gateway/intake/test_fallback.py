@@ -90,7 +90,7 @@ async def test_every_part_with_a_file_that_failed_has_less_of_it() -> None:
     assert [choice.max_pixels for choice in found.choices] == [None, 2048, 2048]
 
 
-async def test_text_stands_in_the_place_of_each_part_and_the_request_stays_as_it_is() -> None:
+async def test_text_replaces_each_failed_part_and_the_request_is_unchanged() -> None:
     model = Model(FILM, PICTURE, PICTURE)
     fallback = model.fallback("TextOnly")
     found = await fallback.without("picture 4096")
@@ -108,7 +108,7 @@ async def test_text_stands_in_the_place_of_each_part_and_the_request_stays_as_it
     assert last.replaced_media == 3
 
 
-async def test_text_stands_in_the_place_of_a_video_and_its_sound_and_of_a_sound_alone() -> None:
+async def test_text_replaces_a_video_with_its_sound_or_a_sound_alone() -> None:
     film, sound = replace(FILM, has_sound=True), replace(PICTURE, modality="audio", of_video=True)
     model = Model(film, sound, PICTURE, FILM)
     parts = [{"type": "video"}, {"type": "audio"}, {"type": "text", "text": "and"}, {"type": "image"}]
@@ -127,7 +127,7 @@ async def test_text_stands_in_the_place_of_a_video_and_its_sound_and_of_a_sound_
     assert (alone.infos, alone.replaced_media) == ([film, PICTURE, FILM], 1)
 
 
-async def test_the_sound_of_a_video_that_became_text_is_given_up_with_it() -> None:
+async def test_a_video_that_became_text_gives_up_its_sound() -> None:
     film, sound = replace(FILM, has_sound=True), replace(PICTURE, digest="sound", of_video=True)
     fallback = Model(film, sound, PICTURE).fallback("TextOnly")
     found = await fallback.without("film 32")

@@ -80,7 +80,7 @@ async def test_a_prompt_leaves_room_for_what_the_pods_can_still_hold(intake, fro
     assert beyond == whole
 
 
-async def test_the_memory_of_a_text_is_given_back_once_it_is_a_list_of_tokens(intake):
+async def test_a_texts_memory_is_freed_once_it_is_tokenized(intake):
     hold = MediaHold(100)
     share = hold.reservation()
     await share.grow(60)
@@ -124,7 +124,7 @@ def completion(prompt, **more):
     return parse_completion_request({"model": "m", "prompt": prompt, **more})
 
 
-async def test_sixteen_characters_for_each_token_that_fits_are_enough_whatever_the_longest_token(wide):
+async def test_sixteen_characters_per_token_suffice_whatever_the_longest_token(wide):
     share = MediaHold(100).reservation()
     for work, most, remedy in (
         (wide.token_ids_of_text("x" * (16 * MAX_TEXT_TOKENS + 1), True, share, 0), MAX_TEXT_TOKENS, "send less text at once"),
@@ -150,7 +150,7 @@ def reasoned(*characters: int) -> ChatRequest:
     return asked(messages=[{"role": "user", "content": "what"}, *answers])
 
 
-async def test_reasoning_that_is_sent_back_may_be_more_than_fits_and_is_limited(intake, frontend):
+async def test_returned_reasoning_may_exceed_the_context_within_its_own_limit(intake, frontend):
     most = 16 * MAX_TEXT_TOKENS
     fits = await prepare(intake, reasoned(most - 5, 5))
     assert fits.layout.token_ids == (await prepare(intake, reasoned(1, 1))).layout.token_ids
@@ -232,7 +232,7 @@ async def test_a_short_text_is_encoded_while_a_long_one_is(intake, frontend, hel
     assert hold.used_bytes == 0
 
 
-async def test_long_texts_are_encoded_one_at_a_time_within_what_all_may_hold(intake, held):
+async def test_long_texts_are_encoded_singly_within_the_shared_budget(intake, held):
     hold = MediaHold(10 << 20)
     shares = [hold.reservation() for _ in range(3)]
     for share in shares:
@@ -270,7 +270,7 @@ def nested(values):
     ("values", "rendered", "words"),
     [(100, True, None), (25_000, True, "the text has"), (90_000, False, "when indented")],
 )  # fmt: skip
-async def test_tools_that_grow_when_they_are_rendered_are_refused_before_they_are_encoded(
+async def test_tools_that_grow_when_rendered_are_refused_before_encoding(
     text_model, tmp_path, monkeypatch, values, rendered, words
 ):
     folder = with_template(text_model, tmp_path / "model", INDENTED)
@@ -380,7 +380,7 @@ def test_a_long_number_that_a_model_wrote_stays_text(arguments):
     ("more", "most"),
     [({}, 50), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 8, "max_tokens": 7}, 8), ({"max_tokens": 51}, 50)],
 )  # fmt: skip
-async def test_a_request_gets_what_it_asks_for_and_never_more_than_the_room(intake, frontend, more, most):
+async def test_a_request_gets_the_tokens_it_asks_for_within_its_room(intake, frontend, more, most):
     prompt = tokens_of(frontend, asked())
     assert (await prepare(intake, asked(**more), prompt + 50)).sampling.max_tokens == most
 
@@ -393,7 +393,7 @@ async def test_the_third_of_three_media_is_one_too_many(intake):
 
 
 @pytest.mark.parametrize(("takes", "words"), [({"image", "audio"}, "audio, image"), (set(), "text only")])
-async def test_a_medium_that_the_model_does_not_take_is_refused_with_what_it_takes(frontend, takes, words):
+async def test_refusing_an_unsupported_medium_names_what_the_model_takes(frontend, takes, words):
     config = pipeline_config("text", {})
     narrow = copy.copy(frontend)
     narrow.modalities = frozenset(takes)
@@ -444,9 +444,7 @@ async def test_sampling_is_as_the_client_asks(intake, more, shown):
     assert 0 <= sampling.seed < MAX_SEED
 
 
-async def test_a_companion_has_the_negative_prompt_as_its_only_message_or_the_prompts_last_token(
-    intake, frontend
-):
+async def test_a_companion_has_the_negative_prompt_or_the_prompts_last_token(intake, frontend):
     prepared = await prepare(intake, asked(guidance_scale=3, negative_prompt="a blue square"))
     turn = [{"role": "user", "content": [{"type": "text", "text": "a blue square"}]}]
     assert prepared.guidance == Guidance(3.0, frontend.layout(turn, []).token_ids)
@@ -461,7 +459,7 @@ async def test_an_answer_has_the_room_that_the_longer_prompt_leaves(intake, fron
     assert prepared.companion_tokens > len(prepared.layout.token_ids)
 
 
-async def test_a_guided_answer_without_a_limit_fits_into_one_context_with_its_companion(intake):
+async def test_an_unlimited_guided_answer_fits_one_context_with_its_companion(intake):
     prepared = await prepare(intake, asked(guidance_scale=3, negative_prompt="no", max_tokens=None), 200)
     prompts = len(prepared.layout.token_ids) + prepared.companion_tokens
     assert 200 - 1 <= prompts + 2 * prepared.sampling.max_tokens <= 200

@@ -37,7 +37,7 @@ async def test_a_small_request_does_not_overtake_a_large_one() -> None:
     assert hold.used_bytes == 100
 
 
-async def test_a_waiter_that_times_out_gets_a_retry_after_and_the_queue_moves_up(monkeypatch) -> None:
+async def test_a_waiter_that_times_out_lets_the_queue_move_up(monkeypatch) -> None:
     monkeypatch.setattr(hold_module, "WAIT_SECONDS", 0.05)
     hold = MediaHold(100)
     first, large, small = (hold.reservation() for _ in range(3))
@@ -65,7 +65,7 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
         await share.grow(100 - held)
 
 
-async def test_text_within_its_allowance_never_waits_for_media_and_what_is_beyond_does() -> None:
+async def test_text_waits_for_media_only_beyond_its_allowance() -> None:
     hold = MediaHold(100, allowance_bytes=10)
     media, waits, text = (hold.reservation() for _ in range(3))
     await media.grow(110)
@@ -159,7 +159,7 @@ async def test_a_medium_of_two_requests_stays_until_both_have_ended() -> None:
     assert hold.held_media == 0
 
 
-async def test_an_answer_that_fits_passes_one_that_waits_for_more_but_not_for_ever() -> None:
+async def test_a_fitting_answer_passes_a_larger_one_but_not_for_ever() -> None:
     budget = Budget(100, may_pass=True)
     first, large, small = Share(budget), Share(budget), Share(budget)
     await first.grow(60)

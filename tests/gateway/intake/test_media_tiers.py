@@ -49,7 +49,7 @@ def test_every_return_of_load_begins_the_hold_time_anew() -> None:
     assert seen == [1, 1, 1, 1, 1, 1, 0]
 
 
-def test_after_the_highest_tier_comes_the_highest_that_its_calm_time_would_have_kept() -> None:
+def test_load_during_calm_decides_which_tier_follows_the_highest() -> None:
     last = Pressure(0.66)  # above 80 % of 80, below 80 % of 90
     assert numbers((0, HIGH), (1, CALM), (15, last), (16, CALM), (31, CALM)) == [2, 2, 2, 2, 1]
     assert numbers((0, HIGH), (1, CALM), (31, CALM)) == [2, 2, 0]
@@ -85,7 +85,7 @@ def test_more_load_never_means_a_lower_tier(steps: list[tuple[float, float, floa
 
 
 @given(timelines)
-def test_no_tier_ends_sooner_than_its_hold_time_after_it_began_or_the_last_one_ended(
+def test_no_tier_ends_within_the_hold_time_after_any_change(
     steps: list[tuple[float, float, float, float, float]],
 ) -> None:
     tiers, now, changed = MediaTiers(UnderLoad()), 0.0, []
@@ -187,7 +187,7 @@ def test_work_that_waits_for_the_first_encoder_is_no_backlog() -> None:
         ),
     ],
 )
-def test_a_share_lowers_what_a_choice_comes_to_and_never_below_the_least(
+def test_a_share_lowers_a_choice_but_never_below_the_least(
     share: MediaShare, choice: SamplingChoice, amount: MediaAmount, expected: SamplingChoice
 ) -> None:
     assert share.of(choice, amount) == expected

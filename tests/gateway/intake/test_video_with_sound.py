@@ -119,7 +119,7 @@ async def test_a_video_without_a_sound_track_is_as_before(launch: Launch) -> Non
     assert worker.requests[0].token_ids == worker.requests[1].token_ids
 
 
-async def test_the_frames_of_a_video_with_sound_are_the_feature_of_the_video_alone(launch: Launch) -> None:
+async def test_a_videos_frames_are_the_same_feature_with_or_without_sound(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker()
     assert (await ask(gateway, part(SOUNDING))).status_code == 200
@@ -169,7 +169,7 @@ async def test_the_sound_of_a_video_counts_among_the_media_of_a_request(launch: 
     assert "has 3 media items, more than the limit of 2" in answer.json()["error"]["message"]
 
 
-async def test_a_sound_is_bound_by_the_duration_of_sounds_and_the_bytes_of_videos(launch: Launch) -> None:
+async def test_a_videos_sound_obeys_the_sound_duration_and_video_size_limits(launch: Launch) -> None:
     gateway = await launch(media={"audio": {"maxDurationSeconds": 2, "maxBytes": 1024}})
     await gateway.worker()
     answer = await ask(gateway, part(SOUNDING))
@@ -215,7 +215,7 @@ async def test_other_paths_take_it_too(launch: Launch, path: str) -> None:
     assert count[True] > count[False]
 
 
-async def test_a_model_that_takes_no_video_with_its_sound_is_named_with_the_field(frontend: Any) -> None:
+async def test_a_model_without_sound_of_videos_refuses_the_option(frontend: Any) -> None:
     deaf = copy.copy(frontend)
     deaf.takes_sound_of_videos = False
     intake = Intake(pipeline_config("deaf", {}), deaf, DecodePool(1, 10), Metrics(["gateway"]))
@@ -232,7 +232,7 @@ async def test_vllm_is_named_where_it_would_get_no_sound(frontend: Any) -> None:
     assert "spec.engine.type" in error.message
 
 
-async def test_a_video_that_does_not_fit_beside_its_sound_has_fewer_frames_and_all_of_the_sound(
+async def test_a_long_video_loses_frames_but_none_of_its_sound(
     launch: Launch,
 ) -> None:
     gateway = await launch()

@@ -52,9 +52,7 @@ async def content_of(answer: httpx.Response) -> str:
     return found
 
 
-async def test_requests_go_to_the_pod_that_is_picked_over_tls_and_a_key_leads_to_one(
-    launch: Launch, tmp_path: Path
-):
+async def test_over_tls_requests_reach_their_picked_pod_and_keys_keep_it(launch: Launch, tmp_path: Path):
     first = await launch(**TLS)
     second = await launch(beside=first, pod="gateway-1", **TLS)
     worker = await first.worker()
@@ -79,9 +77,7 @@ async def test_requests_go_to_the_pod_that_is_picked_over_tls_and_a_key_leads_to
     assert len(worker.requests) == 8
 
 
-async def test_an_answer_streams_on_although_the_picker_that_let_its_request_in_is_killed(
-    launch: Launch, tmp_path: Path
-):
+async def test_an_answer_streams_on_after_its_picker_is_killed(launch: Launch, tmp_path: Path):
     gateway = await launch(**PLAIN)
     go = asyncio.Event()
 
@@ -108,9 +104,7 @@ async def test_an_answer_streams_on_although_the_picker_that_let_its_request_in_
             assert await content_of(answer) == "the red circle is left of the blue square"
 
 
-async def test_a_large_body_that_arrives_in_pieces_passes_unchanged_and_one_that_is_too_large_is_refused(
-    launch: Launch, tmp_path: Path
-):
+async def test_a_body_in_pieces_passes_up_to_the_size_limit(launch: Launch, tmp_path: Path):
     gateway = await launch(maxBodyMebibytes=4, **PLAIN)
     worker = await gateway.worker()
     await until_picked(gateway.picker_port, [address(gateway)])
@@ -125,9 +119,7 @@ async def test_a_large_body_that_arrives_in_pieces_passes_unchanged_and_one_that
         assert len(worker.requests) == 1
 
 
-async def test_no_request_fails_while_a_gateway_goes_and_the_proxy_does_not_know_it(
-    launch: Launch, tmp_path: Path
-):
+async def test_no_request_fails_while_the_proxy_misses_a_gateways_departure(launch: Launch, tmp_path: Path):
     first = await launch(**PLAIN)
     second = await launch(beside=first, pod="gateway-1", **PLAIN)
     await first.worker()

@@ -50,7 +50,7 @@ async def post(endpoint: str, content: bytes, **more: str) -> httpx.Response:
         return await client.post(f"http://{endpoint}/v1/chat/completions", content=content, headers=sent)
 
 
-async def test_a_request_goes_to_the_endpoint_that_is_picked_and_its_body_passes_unchanged(launch: Launch):
+async def test_a_request_reaches_the_picked_endpoint_with_its_body_unchanged(launch: Launch):
     gateway = await launch(**PLAIN)
     await gateway.worker()
     await until_picked(gateway.picker_port, [address(gateway)])

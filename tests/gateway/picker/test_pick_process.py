@@ -126,7 +126,7 @@ async def test_a_stream_ends_with_its_request(start: Start, last: Any):
     await until_streams(server, 0)
 
 
-async def test_a_response_that_begins_before_its_request_has_passed_passes_through_it_to_the_end(
+async def test_a_response_that_begins_before_its_request_ends_passes_whole(
     start: Start,
 ):
     server = await start()
@@ -180,7 +180,7 @@ async def test_the_subset_hint_of_the_proxy_is_respected(start: Start):
 
 
 @pytest.mark.parametrize("views", [0, 3], ids=["silent", "cut-off"])
-async def test_while_the_gateway_does_not_know_requests_pass_for_the_proxy_to_choose(
+async def test_without_a_current_view_requests_pass_for_the_proxy_to_choose(
     start: Start, monkeypatch: pytest.MonkeyPatch, views: int
 ):
     monkeypatch.setattr(pick_process, "STALE_SECONDS", 0.2)
@@ -378,7 +378,7 @@ async def test_a_silent_stream_keeps_its_turn_until_another_one_waits_for_it(
     await until_outcomes(server, {"picked": server.max_bodies + 1, "too_many": 1})
 
 
-async def test_more_streams_than_are_read_at_once_take_turns_and_their_bodies_pass_unchanged(start: Start):
+async def test_more_streams_than_are_read_at_once_take_turns(start: Start):
     server = await start(memory_bytes=FEW)
     pieces = [random.Random(n).randbytes(1 << 20) for n in range(3)]
 
@@ -410,7 +410,7 @@ async def test_whoever_waits_too_long_for_a_turn_is_told_to_retry(
         assert (status, error["code"]) == (503, "overloaded")
 
 
-async def test_streams_beyond_the_bound_get_an_answer_at_once_and_others_go_on(start: Start):
+async def test_streams_beyond_the_bound_are_refused_at_once_and_others_continue(start: Start):
     server = await start()
     server.max_streams = 4
     async with channel_to(server.port) as one, channel_to(server.port) as other:
@@ -431,7 +431,7 @@ async def test_streams_beyond_the_bound_get_an_answer_at_once_and_others_go_on(s
 
 
 @pytest.mark.parametrize("mebibytes", [384, 1024])
-def test_as_many_streams_as_there_is_memory_for_may_each_send_the_largest_message(mebibytes: int):
+def test_the_bounds_on_streams_and_messages_fit_into_memory(mebibytes: int):
     server = PickServer(setup(memory_bytes=mebibytes << 20))
     needed = server.max_messages * 2 * MAX_MESSAGE_BYTES + server.max_streams * (64 << 10)
     assert needed < (mebibytes - 128) << 20
@@ -465,7 +465,7 @@ async def test_thousands_of_streams_at_once_are_all_answered(start: Start, monke
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "[::1]"])
-async def test_a_peer_that_takes_no_answer_loses_its_connection_and_others_go_on(
+async def test_a_peer_that_reads_no_answer_loses_only_its_own_connection(
     start: Start, monkeypatch: pytest.MonkeyPatch, ip: str
 ):
     monkeypatch.setattr(pick_process, "PEER_SECONDS", 3.0)
@@ -565,7 +565,7 @@ async def test_a_choice_waits_for_no_upload(start: Start):
         assert server.streams == len(uploads)
 
 
-async def test_what_came_during_a_pause_of_the_process_is_looked_at_before_a_deadline_ends():
+async def test_after_a_pause_pending_input_is_read_before_a_deadline_ends():
     ended = asyncio.Event()
     deadline = pick_process._Deadline(1.0, ended.set)
     time.sleep(1.7)

@@ -169,9 +169,7 @@ async def test_what_peers_cause_is_counted_and_not_logged(keep, caplog: pytest.L
     assert kept.metric("mmd_gateway_picker_restarts_total") == 0
 
 
-async def test_peers_that_send_as_much_as_they_may_and_read_nothing_lose_their_turns_and_it_lives_on(
-    keep, monkeypatch: pytest.MonkeyPatch
-):
+async def test_the_picker_survives_peers_that_flood_it_and_never_read(keep, monkeypatch: pytest.MonkeyPatch):
     program = "from mmd_workers.gateway import pick_process as p; p.PEER_SECONDS = 2.0; p.main()"
     monkeypatch.setattr(picker_module, "PROGRAM", ("-c", program))
     kept = await running(keep)

@@ -29,7 +29,7 @@ def keyed(key: str) -> PickRequest:
     return PickRequest(sticky_key=key)
 
 
-def test_the_least_loaded_gateway_is_first_and_others_follow_in_case_it_cannot_be_reached():
+def test_the_least_loaded_gateway_comes_first_and_others_are_fallbacks():
     beats = [gateway(1, 5), gateway(2, 3, most=20), gateway(3, 4), gateway(4, 9)]
     assert picks(*beats).pick(PLAIN) == ["10.0.0.2:8000", "10.0.0.3:8000", "10.0.0.1:8000"]
 
@@ -40,7 +40,7 @@ def test_requests_are_spread_between_two_heartbeats_too():
     assert set(counted.values()) == {10}
 
 
-def test_a_heartbeat_that_shows_the_requests_replaces_the_count_of_those_that_were_sent():
+def test_a_heartbeat_replaces_the_count_of_requests_sent_before_it():
     chosen = picks(gateway(1), gateway(2, requests=3))
     assert [chosen.pick(PLAIN)[0] for _ in range(3)] == ["10.0.0.1:8000"] * 3
     chosen.gateways = [gateway(1, requests=0, sent=2.0), gateway(2, requests=3)]  # they have ended
@@ -111,7 +111,7 @@ def test_no_request_is_refused_because_all_gateways_are_full():
     assert full.pick(keyed("a"))[0] == home
 
 
-def test_a_gateway_that_a_subset_hides_keeps_the_count_of_what_was_sent_to_it():
+def test_a_gateway_hidden_by_a_subset_keeps_its_sent_count():
     chosen = picks(gateway(1, most=100), gateway(2, requests=8, most=200))
     both = [chosen.pick(PLAIN)[0] for _ in range(2)]
     assert set(both) == {"10.0.0.1:8000"}
@@ -120,7 +120,7 @@ def test_a_gateway_that_a_subset_hides_keeps_the_count_of_what_was_sent_to_it():
     assert after.count("10.0.0.2:8000") == 1
 
 
-def test_whoever_asks_without_end_makes_a_gateway_look_busier_by_an_eighth_at_most():
+def test_endless_requests_make_a_gateway_look_at_most_an_eighth_busier():
     chosen = picks(gateway(1, most=80), gateway(2, requests=11, most=80))
     for _ in range(1000):
         chosen.pick(PickRequest(subset=frozenset({"10.0.0.1:8000"})))

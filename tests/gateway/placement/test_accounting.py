@@ -20,7 +20,7 @@ from mmd_workers.gateway.placement.timeline import Timeline
         (OverloadedError.code, 9.0, 5.0, True),
     ],
 )
-def test_a_failure_at_a_deadline_of_the_clients_own_is_not_the_deployments(
+def test_a_failure_at_a_clients_own_deadline_misses_no_promise(
     code: str, own_deadline: float, finished: float, counted: bool
 ) -> None:
     timeline = Timeline(

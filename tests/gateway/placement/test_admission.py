@@ -153,7 +153,7 @@ def until_one_waits(door: Door, size: Size) -> list[Admission]:
     return asked
 
 
-async def test_a_request_within_its_tenants_share_gets_the_slots_that_free_up_of_a_flood(door: Door) -> None:
+async def test_slots_a_flood_frees_go_to_a_tenant_within_its_share(door: Door) -> None:
     door.capacity = SLOTS
     flood = until_full(door)
     quiet = door.ask("quiet", slots(4))
@@ -164,7 +164,7 @@ async def test_a_request_within_its_tenants_share_gets_the_slots_that_free_up_of
     assert flood[-1].is_waiting
 
 
-async def test_a_small_request_passes_a_large_one_of_its_tenant_that_decode_has_no_room_for(
+async def test_a_small_request_passes_a_large_one_that_decode_cannot_hold(
     door: Door,
 ) -> None:
     door.capacity = SLOTS
@@ -203,7 +203,7 @@ async def test_a_request_that_needs_much_of_the_kv_starts_beside_a_flood(door: D
     assert door.until_started(door.ask("quiet", Size(prompt_tokens=3000, output_tokens=100)), flood) < 2.0
 
 
-async def test_decode_is_not_emptied_again_at_once_for_requests_beyond_their_tenants_share(
+async def test_decode_is_not_soon_emptied_again_for_requests_beyond_a_share(
     door: Door,
 ) -> None:
     door.capacity = SLOTS
@@ -253,7 +253,7 @@ async def test_everything_released_leaves_nothing(door: Door) -> None:
     assert admissions._room.is_empty
 
 
-async def test_a_sequence_that_has_ended_makes_room_before_its_client_has_read_it(door: Door) -> None:
+async def test_an_ended_sequence_makes_room_before_its_client_has_read_it(door: Door) -> None:
     door.capacity = Capacity(decode_pods=1, prefill_pods=8, prefill_tokens_per_second=1e6, sequences=4)
     asked = [door.ask("flood") for _ in range(5)]
     assert asked[-1].is_waiting
@@ -263,7 +263,7 @@ async def test_a_sequence_that_has_ended_makes_room_before_its_client_has_read_i
     assert not asked[-1].is_waiting
 
 
-async def test_alone_a_tenant_may_fill_the_whole_queue_and_then_the_deployment_is_overloaded(
+async def test_a_tenant_alone_may_fill_the_whole_queue_until_overload(
     door: Door,
 ) -> None:
     door.fill("flood", MAX_QUEUE_SECONDS)
@@ -274,7 +274,7 @@ async def test_alone_a_tenant_may_fill_the_whole_queue_and_then_the_deployment_i
     assert door.admissions.leaving == 0
 
 
-async def test_with_others_waiting_a_tenant_beyond_its_share_is_refused_and_they_are_not(door: Door) -> None:
+async def test_only_the_tenant_beyond_its_share_is_refused_when_others_wait(door: Door) -> None:
     flood = door.fill("flood", MAX_QUEUE_SECONDS)
     quiet = door.fill("quiet", 5.0)
     shed = [one for one in flood if one.error is not None]
@@ -302,7 +302,7 @@ async def test_a_refusal_names_amounts_of_work_below_a_second() -> None:
     assert "share of the gateway's queue is 0.6" in refused[-1]
 
 
-async def test_what_waits_for_pods_that_are_on_their_way_is_not_refused_for_its_work(door: Door) -> None:
+async def test_work_waiting_for_pods_on_their_way_is_not_refused(door: Door) -> None:
     door.capacity = Capacity(encoders=Encoders(1))
     door.fill("flood", 2 * MAX_QUEUE_SECONDS)
     assert not door.ask("quiet").error
@@ -327,7 +327,7 @@ async def test_what_waits_is_bounded_in_bytes() -> None:
     assert "135 bytes would wait" in refusal(lambda: door.ask("flood", num_bytes=45)).message
 
 
-async def test_a_gateway_full_of_a_floods_requests_gives_a_place_of_one_that_waits(door: Door) -> None:
+async def test_a_floods_waiting_request_gives_its_place_to_a_newcomer(door: Door) -> None:
     flood = door.fill("flood", 5.0)
     assert not door.admissions.make_place(door.tenants["flood"])
     assert door.admissions.has_place_for(door.tenants["quiet"], 1, door.admissions.length)
@@ -339,7 +339,7 @@ async def test_a_gateway_full_of_a_floods_requests_gives_a_place_of_one_that_wai
     assert "takes no more of all tenants" in refused.error.message
 
 
-async def test_a_tenant_with_as_many_requests_as_another_takes_none_of_its_places(door: Door) -> None:
+async def test_a_tenant_takes_no_place_from_an_equally_busy_one(door: Door) -> None:
     asked = door.fill("flood", 5.0)
     door.tenants["quiet"].usage.running = len(asked)
     assert not door.admissions.make_place(door.tenants["quiet"])
@@ -403,7 +403,7 @@ async def test_a_tenants_answers_teach_how_long_its_next_ones_will_be(door: Door
     assert usage.expected_output_tokens == before + 16
 
 
-async def test_answers_that_were_cut_short_teach_that_they_are_that_long_and_nothing_less(door: Door) -> None:
+async def test_an_incomplete_answer_can_only_raise_the_expected_length(door: Door) -> None:
     usage = door.tenants["quiet"].usage
     before = usage.expected_output_tokens
     for _ in range(60):
@@ -427,7 +427,7 @@ async def test_answers_that_are_longer_than_expected_count_when_they_end() -> No
     assert not door.ask("one").error
 
 
-async def test_over_an_hour_a_tenant_has_its_work_of_a_minute_whatever_was_estimated() -> None:
+async def test_a_tenants_hourly_work_stays_within_its_limit_despite_wrong_estimates() -> None:
     door = Door({"name": "one", "limits": {"workSecondsPerMinute": 10}})
     door.capacity = SLOTS
     worked = 0.0
@@ -444,7 +444,7 @@ async def test_over_an_hour_a_tenant_has_its_work_of_a_minute_whatever_was_estim
     assert worked <= 10.0 * 62
 
 
-async def test_a_tenant_that_waits_owes_the_others_what_its_answers_took_beyond_the_estimate(
+async def test_a_waiting_tenant_owes_others_the_work_beyond_its_estimate(
     door: Door,
 ) -> None:
     door.capacity = replace(ONE_POD, step_seconds=1.0)  # 64 tokens are a second of work
@@ -468,7 +468,7 @@ async def test_gauges_show_what_waits_of_each_tenant(door: Door) -> None:
     assert 'mmd_tenant_queued_requests{tenant="quiet"}' not in shown
 
 
-async def test_a_sequence_that_waits_until_its_deadline_is_told_what_it_waited_for(door: Door) -> None:
+async def test_a_timed_out_sequence_is_told_what_it_waited_for(door: Door) -> None:
     door.fill("flood", 20.0)
     admission = door.ask("flood")
     spec = SequenceSpec("r.0", [1], [], Sampling(max_tokens=1), 0.0, 1.0)

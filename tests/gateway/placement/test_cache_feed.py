@@ -153,9 +153,7 @@ async def test_a_gateway_follows_what_a_pod_caches_and_evicts(begin: Any, pod: P
     await gateway.until(identities(*range(15, 20)))
 
 
-async def test_a_gateway_that_starts_late_asks_for_everything_and_another_loses_nothing_by_that(
-    begin: Any, pod: Pod
-) -> None:
+async def test_a_gateway_that_starts_late_catches_up_without_disturbing_another(begin: Any, pod: Pod) -> None:
     early = await begin("gateway-0")
     for identity in sorted(identities(*range(20))):
         pod.changes.add(identity)
@@ -209,7 +207,7 @@ async def test_a_pod_that_is_lost_is_forgotten(begin: Any, pod: Pod) -> None:
     await until(lambda: not gateway.index.num_blocks)
 
 
-async def test_a_pod_of_which_blocks_were_left_out_is_asked_once_there_is_room(begin: Any, pod: Pod) -> None:
+async def test_a_pod_with_omitted_blocks_is_asked_once_there_is_room(begin: Any, pod: Pod) -> None:
     gateway = await begin("gateway-0", most_in_all=12)
     everything = identities(*range(20))
     for identity in sorted(everything):

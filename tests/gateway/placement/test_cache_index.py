@@ -201,7 +201,7 @@ def test_a_pod_is_followed_report_by_report() -> None:
     assert not index.follows("p", "i", 3)
 
 
-def test_after_a_gap_the_index_keeps_what_it_knew_until_the_pod_has_reported_everything() -> None:
+def test_after_a_gap_old_knowledge_lasts_until_a_full_report() -> None:
     index = CacheIndex()
     index.take(report("p", 1, "ab"))
     index.take(report("p", 3, "d", "a"))
@@ -260,14 +260,14 @@ def test_a_gap_in_a_report_of_everything_is_a_gap() -> None:
     assert not index.follows("p", "i", 4)
 
 
-def test_what_a_gateway_hears_first_of_a_pod_that_has_reported_before_is_a_gap() -> None:
+def test_a_first_report_with_a_later_number_is_a_gap() -> None:
     index = CacheIndex()
     index.take(report("p", 7, "a"))
     assert not index.follows("p", "i", 7)
     assert index.follows("q", "i", 0), "a pod that has reported nothing has nothing"
 
 
-def test_a_new_incarnation_has_nothing_of_the_one_before_and_its_late_reports_count_for_nothing() -> None:
+def test_a_new_incarnation_starts_empty_and_ignores_reports_of_the_old() -> None:
     index = CacheIndex()
     index.take(report("p", 1, "ab"))
     index.take(report("p", 1, "c", incarnation="j"))
@@ -277,7 +277,7 @@ def test_a_new_incarnation_has_nothing_of_the_one_before_and_its_late_reports_co
     assert letters(index, "p") == "c"
 
 
-def test_a_pod_that_reports_more_than_its_share_does_not_grow_the_index_beyond_it() -> None:
+def test_reports_beyond_a_pods_share_do_not_grow_the_index() -> None:
     index = CacheIndex(most_blocks=3)
     index.take(report("p", 1, "abcdef"))
     assert letters(index, "p") == "abc"
@@ -285,7 +285,7 @@ def test_a_pod_that_reports_more_than_its_share_does_not_grow_the_index_beyond_i
     assert letters(index, "p") == "cx"
 
 
-def test_the_slot_of_a_pod_that_is_gone_carries_nothing_over_to_the_next() -> None:
+def test_the_slot_of_a_departed_pod_carries_nothing_to_the_next() -> None:
     index = CacheIndex()
     index.take(report("p", 1, "ab"))
     slot, version = index.slot("p"), index.version
@@ -300,7 +300,7 @@ def test_the_slot_of_a_pod_that_is_gone_carries_nothing_over_to_the_next() -> No
 
 
 @pytest.mark.parametrize("pods", [1, FEW, FEW + 1, 200])
-def test_pods_have_as_much_of_a_prompt_as_they_hold_without_a_gap(pods: int) -> None:
+def test_a_pod_has_a_prompt_up_to_its_first_missing_block(pods: int) -> None:
     index = CacheIndex()
     for number in range(pods):
         index.take(report(f"even-{number}", 1, "abd"))
@@ -318,7 +318,7 @@ def test_pods_have_as_much_of_a_prompt_as_they_hold_without_a_gap(pods: int) -> 
     )
 )
 @settings(max_examples=200, deadline=None)
-def test_many_pods_that_gain_and_lose_parts_of_a_prompt_have_what_is_left_of_it(
+def test_gains_and_losses_leave_each_pod_its_unbroken_prefix(
     changes: list[tuple[int, int, int, bool]],
 ) -> None:
     """Pod, first and last block, and whether it loses them."""
@@ -336,7 +336,7 @@ def test_many_pods_that_gain_and_lose_parts_of_a_prompt_have_what_is_left_of_it(
             assert found[index.slot(other)] == whole * SIZE
 
 
-def test_pods_whose_blocks_have_different_sizes_are_looked_up_each_in_its_own() -> None:
+def test_each_pod_is_looked_up_in_its_own_block_size() -> None:
     index = CacheIndex()
     tokens = list(range(64))
     for pod, size in (("small", 16), ("large", 32)):
@@ -348,7 +348,7 @@ def test_pods_whose_blocks_have_different_sizes_are_looked_up_each_in_its_own() 
     assert (found[index.slot("small")], found[index.slot("large")]) == (16, 32)
 
 
-def test_a_long_prompt_is_known_to_its_end_and_hashed_as_far_as_pods_have_it(
+def test_hashing_a_long_prompt_stops_where_no_pod_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index, hashed = CacheIndex(), list[int]()
@@ -402,7 +402,7 @@ def test_there_are_no_more_pods_than_a_deployment_may_have(monkeypatch: pytest.M
     assert index.pods == ["q", "r"]
 
 
-def test_all_pods_have_the_same_share_and_one_that_comes_takes_its_own_from_those_with_more() -> None:
+def test_a_new_pod_takes_its_equal_share_from_pods_with_more() -> None:
     index = CacheIndex(most_in_all=6)
     index.take(report("p", 1, "abcdefgh"))
     assert letters(index, "p") == "abcdef"
@@ -414,7 +414,7 @@ def test_all_pods_have_the_same_share_and_one_that_comes_takes_its_own_from_thos
     assert (letters(index, "p"), index.num_blocks) == ("bcy", 6)
 
 
-def test_a_pod_of_which_blocks_were_left_out_is_to_be_asked_again_once_there_is_room() -> None:
+def test_a_pod_with_omitted_blocks_is_due_again_once_room_returns() -> None:
     index = CacheIndex(most_in_all=8)
     index.take(report("p", 1, "abcdef"))
     index.take(report("q", 1, "uvwx"))

@@ -26,7 +26,7 @@ def test_a_queue_that_cannot_be_read_is_not_an_empty_one():
     assert demand.report("gateway-0", "r", {}).queue is None
 
 
-def test_the_time_to_first_token_is_reported_at_the_percentile_of_the_slo():
+def test_the_time_to_first_token_is_reported_at_the_slos_percentile():
     demand = GatewayDemand(90)
     assert demand.report("gateway-0", "r", {}).ttft.requests == 0
     for hundredths in range(1, 101):

@@ -153,7 +153,7 @@ async def test_a_request_that_its_pod_reports_is_waited_for(fleet: Fleet) -> Non
     assert len(worker.requests) == 1
 
 
-async def test_a_stream_that_its_pod_reports_but_sends_no_token_of_continues_in_another_attempt(
+async def test_a_reported_stream_that_sends_no_token_continues_in_another_attempt(
     fleet: Fleet,
 ) -> None:
     worker = await fleet.worker(half_then(say_nothing))
@@ -186,7 +186,7 @@ async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_reports(fleet
     assert HEARTBEAT_TIMEOUT_SECONDS < wait < HEARTBEAT_TIMEOUT_SECONDS * 9 / 8 + AGAIN_SECONDS
 
 
-async def test_a_decoder_that_may_have_held_the_sequence_is_reborn_before_it_reports(fleet: Fleet) -> None:
+async def test_a_decoder_that_may_hold_the_sequence_is_reborn_before_reporting(fleet: Fleet) -> None:
     async def hand_over(worker: ScriptedWorker, request: GenerateRequest) -> None:
         if request.attempt:
             await answer_well(worker, request)

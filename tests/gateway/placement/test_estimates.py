@@ -23,7 +23,7 @@ async def slow(worker: ScriptedWorker, request: GenerateRequest) -> None:
     await answer_well(worker, request)
 
 
-async def test_the_estimate_of_a_request_is_in_its_timeline_beside_what_it_took(launch: Launch) -> None:
+async def test_a_requests_timeline_has_its_estimate_beside_the_outcome(launch: Launch) -> None:
     gateway = await launch()
     load = PodLoad(prefill_tokens_per_second=100.0, prefill_waiting_tokens=50, decode_max_sequences=4)
     await gateway.worker("the red circle", slow, load=load)
@@ -58,7 +58,7 @@ async def test_outcomes_move_the_factors_and_their_error_is_counted(launch: Laun
     assert factors["encode"] == factors["transfer"] == 1
 
 
-async def test_a_request_that_is_placed_again_has_an_estimate_and_an_outcome_for_each_attempt(
+async def test_each_attempt_of_a_request_has_an_estimate_and_an_outcome(
     launch: Launch,
 ) -> None:
     gateway = await launch()
@@ -88,7 +88,7 @@ async def until_joined(gateway: Running, request_id: str, pods: set[str]) -> Non
     await until(are_joined, f"phases of {pods}")
 
 
-async def test_decoders_to_which_kv_travels_faster_come_first_though_answers_end_before_it_is_reported(
+async def test_decoders_that_receive_kv_faster_come_first_despite_late_reports(
     launch: Launch,
 ) -> None:
     gateway = await launch()
@@ -107,7 +107,7 @@ async def test_decoders_to_which_kv_travels_faster_come_first_though_answers_end
     assert orders == [["decode-1", "decode-0"]] * 10
 
 
-async def test_clients_that_hang_up_while_their_requests_are_placed_leave_no_request_that_waits(
+async def test_clients_that_hang_up_during_placement_leave_nothing_waiting(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "DEFAULT_MAX_WAITING_REQUESTS", 1)

@@ -121,7 +121,7 @@ def test_smaller_requests_pass_one_that_only_decode_has_no_room_for() -> None:
     assert started(filled(*behind, entries[2]), 1, large_lack("decode")) == []
 
 
-def test_a_tenant_whose_request_started_out_of_turn_gets_so_much_less_afterwards() -> None:
+def test_a_tenant_served_out_of_turn_gets_that_much_less_later() -> None:
     queue = filled(*(waiting("a", 0.1) for _ in range(60)), *(waiting("b", 0.1) for _ in range(60)))
     early = waiting("a", 2.0)
     queue.add(early)
@@ -130,7 +130,7 @@ def test_a_tenant_whose_request_started_out_of_turn_gets_so_much_less_afterwards
     assert found["b"] - found["a"] == pytest.approx(20, abs=3)
 
 
-def test_what_a_tenant_has_had_less_than_estimated_pays_its_debt_and_saves_up_nothing() -> None:
+def test_overestimated_work_repays_a_debt_but_saves_up_nothing() -> None:
     queue = filled(waiting("a", 0.1))
     (line,) = queue._lines.values()
     for seconds, left in ((2.0, -2.0), (-1.5, -0.5), (-1.0, 0.0), (-1.0, 0.0), (1000.0, -MAX_DEBT_SECONDS)):
@@ -181,7 +181,7 @@ def test_where_bytes_are_short_the_tenant_with_the_most_bytes_is_refused() -> No
     assert filled(long, large).excess(60.0, 99, 0.0) is large
 
 
-def test_of_a_tenants_requests_the_newest_and_the_soonest_sent_again_is_refused() -> None:
+def test_a_tenant_is_refused_the_request_that_loses_least_time() -> None:
     megabytes = int(5 * RESENT_BYTES_PER_SECOND)
     old, new = waiting("one", 9.0, arrived=0.0), waiting("one", 9.0, arrived=4.0)
     new_and_large = waiting("one", 9.0, arrived=4.5, num_bytes=megabytes)
@@ -237,7 +237,7 @@ def test_a_deficit_is_below_the_largest_request_and_a_quantum(entries, open_lane
 
 
 @given(sizes=st.lists(st.floats(0.01, 5.0), min_size=40, max_size=80), quiet=st.floats(0.01, 1.0))
-def test_a_quiet_tenant_waits_for_no_more_work_than_its_own_and_two_quanta(sizes, quiet) -> None:
+def test_a_quiet_tenant_waits_at_most_its_work_and_two_quanta(sizes, quiet) -> None:
     """Of equal weight: what starts before it is at most what it asks for, and a quantum at each end."""
     queue = FairQueue()
     for size in sizes:

@@ -63,9 +63,7 @@ async def test_it_names_how_many_tokens_the_pod_is_known_to_have_cached(launch: 
 
 
 @pytest.mark.parametrize(("limit", "here"), [(1000, True), (1, False), (0, False)])
-async def test_small_media_are_encoded_by_the_pod_that_has_a_tower_beside_encoder_pods(
-    launch: Launch, limit: int, here: bool
-) -> None:
+async def test_a_pod_with_a_tower_encodes_small_media_itself(launch: Launch, limit: int, here: bool) -> None:
     gateway = await launch(encoder=NO_GPUS, prefill={**NO_GPUS, "localEncodeTokens": limit})
     worker = await gateway.worker(roles=["prefill", "decode"], encodes_small_media=True)
     assert await ask(gateway, [IMAGE, {"type": "text", "text": "Which colour?"}]) == "the red circle"
@@ -76,7 +74,7 @@ async def test_small_media_are_encoded_by_the_pod_that_has_a_tower_beside_encode
     ("code", "again"),
     [("unprocessable_medium", False), ("drained", True), ("overloaded", True), ("media_gone", True)],
 )
-async def test_a_medium_that_may_have_ended_a_pod_is_left_to_encoder_pods(
+async def test_a_medium_suspected_of_ending_a_pod_goes_to_encoder_pods(
     launch: Launch, code: str, again: bool
 ) -> None:
     """It would end pod after pod that hold prompts. A pod that drains or has no room says nothing about the medium, nor does a client that left."""
@@ -133,7 +131,7 @@ async def test_a_medium_of_a_stream_that_has_begun_is_not_suspected(launch: Laun
     assert [request.encode_here for request in worker.requests] == [True, True]
 
 
-async def test_of_several_answers_about_a_medium_one_brings_it_to_a_prefill_pod(launch: Launch) -> None:
+async def test_only_one_of_several_answers_brings_a_medium_to_prefill(launch: Launch) -> None:
     gateway = await launch(encoder=NO_GPUS, prefill={**NO_GPUS, "localEncodeTokens": 1000})
     worker = await gateway.worker(roles=["prefill", "decode"], encodes_small_media=True)
     busy = PodLoad(encode_queued_work={"image": 10**6}, encode_work_per_second={"image": 1.0})

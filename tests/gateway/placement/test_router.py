@@ -288,7 +288,7 @@ def test_a_pod_that_decodes_itself_gets_no_decoders() -> None:
         ([pod("pd", "pd", kv_blocks_total=9)], "prefill"),
     ],
 )
-def test_a_request_that_fits_into_no_pod_is_refused_at_once_with_the_numbers(pods, role):
+def test_a_request_that_fits_no_pod_is_refused_with_numbers(pods, role):
     outcome = router().route(text(100), pods, NOW)  # 100 + 50 tokens are 10 blocks, the prompt and a token 7
     assert isinstance(outcome, NeverFits)
     assert f"the largest {role} pod holds {16 * min(p.load.kv_blocks_total for p in pods)}" in outcome.message
@@ -316,7 +316,7 @@ def test_a_companion_needs_room_and_time_as_the_prompt_does() -> None:
     assert guided == pytest.approx(alone)
 
 
-def test_a_pod_without_a_reported_kv_pool_or_limited_by_its_context_is_not_excluded():
+def test_pods_with_unknown_or_context_limited_kv_stay_eligible():
     unknown = [pod("p"), pod("d", "d")]
     assert isinstance(router().route(text(10_000), unknown, NOW), Placement)
     at_context = [pod("p"), replace(pod("d", "d", kv_blocks_total=8), max_model_len=128)]
@@ -330,7 +330,7 @@ def test_a_request_that_fits_nowhere_gets_the_capacity_of_the_largest_pod() -> N
     assert "150 tokens, but the largest decode pod holds 80;" in outcome.message
 
 
-def test_a_pool_of_blocks_of_one_token_is_a_pool_that_has_been_reported() -> None:
+def test_a_pool_of_single_token_blocks_counts_as_reported() -> None:
     pods = [pod("p"), pod("d", "d", kv_blocks_total=149, kv_block_tokens=1)]
     assert isinstance(router().route(text(100), pods, NOW), NeverFits)
     pods[1] = pod("d", "d", kv_blocks_total=150, kv_block_tokens=1)
@@ -471,9 +471,7 @@ def test_a_burst_between_two_heartbeats_spreads_over_equal_pods() -> None:
     assert max(counts.values()) - min(counts.values()) <= 4
 
 
-def test_a_burst_stays_with_the_pod_that_has_its_prefix_while_what_is_missing_is_computed_sooner_there() -> (
-    None
-):
+def test_a_burst_stays_with_its_cached_prefix_while_that_is_faster() -> None:
     """Of each prompt 16 tokens are missing there, and 1,600 elsewhere."""
     one = router(cached={"b": BLOCKS_OF_PROMPT[:99]})
     pods = [pod("a"), pod("b"), D]
@@ -483,7 +481,7 @@ def test_a_burst_stays_with_the_pod_that_has_its_prefix_while_what_is_missing_is
     assert placed[19].terms == Terms(queue=19 * 0.016, prefill=0.016)
 
 
-def test_a_prompt_that_is_cached_as_a_whole_counts_as_one_token_that_waits() -> None:
+def test_a_wholly_cached_prompt_counts_as_one_waiting_token() -> None:
     one = router(cached={"a": BLOCKS_OF_PROMPT[:100]})
     placed = [one.route(text(1600, prefix=prefix(100)), [pod("a"), D], NOW + 0.1) for _ in range(3)]
     assert [each.terms.queue for each in placed] == pytest.approx([0, 0.001, 0.002])
@@ -607,7 +605,7 @@ def seen(end: int) -> FeatureNeed:
         ),
     ],
 )
-def test_a_prompt_of_which_little_is_left_to_compute_goes_to_a_decode_pod(
+def test_a_prompt_with_little_left_to_compute_goes_to_decode(
     request_: RouteRequest, pods: list[Heartbeat], expected: str
 ) -> None:
     routing = router(cached={"has4": BLOCKS_OF_PROMPT[:4], "has5": BLOCKS_OF_PROMPT[:5]})
@@ -631,7 +629,7 @@ def test_a_short_prompt_needs_no_prefill_pod() -> None:
     assert routing.route(text(33), [taker()], NOW) == NothingRoutable("prefill")
 
 
-def test_short_prompts_of_a_burst_go_to_prefill_pods_until_heartbeats_show_room() -> None:
+def test_bursts_of_short_prompts_overflow_to_prefill_until_heartbeats_show_room() -> None:
     routing = router()
     routing.limits = replace(routing.limits, local_prefill_tokens=32)
     pods = [P, taker(decode_max_sequences=100)]
@@ -704,9 +702,7 @@ DECODE_COSTS = [
 @pytest.mark.parametrize(
     ("load", "seconds"), [row[1:] for row in DECODE_COSTS], ids=[row[0] for row in DECODE_COSTS]
 )
-def test_a_pod_that_also_decodes_costs_a_step_for_each_sequence_that_waits(
-    load: dict, seconds: float
-) -> None:
+def test_a_decoding_pod_costs_a_step_for_each_waiting_sequence(load: dict, seconds: float) -> None:
     both = pod("m", "pd", **{"prefill_waiting_tokens": 400, "itl_seconds": 0.02, **load})
     assert estimated(router(), text(100), both) == pytest.approx(0.4 + seconds + 0.1)
     prefills = replace(both, roles=["prefill"])
@@ -739,9 +735,7 @@ def test_pods_are_as_good_as_the_best_within(tokens: int, ahead: int, chosen: se
 
 
 @pytest.mark.parametrize(("ahead", "chosen"), [(9, {"a", "b", "c"}), (20, {"a"})])
-def test_an_overhead_that_all_pods_have_makes_none_of_them_as_good_as_another(
-    ahead: int, chosen: set[str]
-) -> None:
+def test_an_overhead_common_to_all_pods_does_not_make_them_equal(ahead: int, chosen: set[str]) -> None:
     pods = [pod("a"), pod("b", prefill_waiting_tokens=ahead), pod("c", prefill_waiting_tokens=ahead), D]
     found = set()
     for seed in range(60):
@@ -751,7 +745,7 @@ def test_an_overhead_that_all_pods_have_makes_none_of_them_as_good_as_another(
     assert found == chosen
 
 
-def test_of_two_that_are_as_good_as_the_best_the_better_one_is_taken() -> None:
+def test_the_better_of_two_nearly_equal_pods_is_taken() -> None:
     pods = [pod("a", prefill_waiting_tokens=99), pod("b"), D]
     assert {router(seed).route(text(1000), pods, NOW).prefill_pod for seed in range(20)} == {"b"}
 
@@ -794,9 +788,7 @@ pods_strategy = st.lists(
 
 @given(pods=pods_strategy, seed=st.integers(0, 100), media=st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_whatever_the_pods_say_only_ready_pods_of_this_revision_with_room_are_chosen(
-    pods, seed, media
-) -> None:
+def test_only_ready_pods_of_this_revision_with_room_are_chosen(pods, seed, media) -> None:
     request = image() if media else text()
     outcome = router(seed, max_waiting=10).route(request, pods, NOW)
     good = {p.pod: p for p in pods if p.state == "ready" and p.revision == "r1"}
@@ -846,7 +838,7 @@ def test_prompts_that_wait_for_their_media_are_ahead_of_other_media_alone() -> N
     assert router().route(image(), pods, NOW).prefill_pod == "b"
 
 
-def test_a_pod_that_encodes_for_itself_transfers_nothing_and_waits_for_no_other_encoder() -> None:
+def test_a_self_encoding_pod_needs_no_transfer_and_no_other_encoder() -> None:
     both = pod("b", "ep", encode_queued_work={"image": 424}, encode_work_per_second={"image": 500.0})
     other = pod("e", "e", encode_queued_work={"image": 10**6}, encode_work_per_second={"image": 500.0})
     assert estimated(router(), image(), both, other) == pytest.approx((424 + 576) / 500 + 600 / 1000)
@@ -909,7 +901,7 @@ def test_the_estimate_is_that_of_the_tower_which_is_chosen() -> None:
     assert there.terms == Terms(0.5, 1.0, 576 * EMBEDDING_SECONDS_PER_TOKEN, 0.6)
 
 
-def test_of_two_prefill_pods_the_one_whose_tower_is_idle_encodes_a_small_medium() -> None:
+def test_the_prefill_pod_with_the_idle_tower_encodes_a_small_medium() -> None:
     one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
     one.limits = replace(one.limits, local_encode_tokens=576)
     tower = {"encodes_small_media": True, **rates}
@@ -918,7 +910,7 @@ def test_of_two_prefill_pods_the_one_whose_tower_is_idle_encodes_a_small_medium(
     assert (placed.prefill_pod, placed.encode_here) == ("b", True)
 
 
-def test_pods_that_encode_everything_are_estimated_by_their_own_towers_while_encoder_pods_come() -> None:
+def test_older_pods_that_encode_everything_are_estimated_by_their_own_towers() -> None:
     """Their configuration is older than the gateway's, which knows of the new pool."""
     one, rates = router(), {"encode_work_per_second": {"image": 576.0}}
     one.limits = replace(one.limits, local_encode_tokens=0)
@@ -985,9 +977,7 @@ def test_media_of_one_kind_share_encoders_and_kinds_add_up() -> None:
 
 @given(tokens=st.integers(1, 10**5), backlog=st.integers(0, 10**7), cut=st.integers(0, 100))
 @settings(max_examples=100, deadline=None)
-def test_the_estimate_of_text_does_not_move_with_encoder_backlog_and_falls_with_what_is_cached(
-    tokens, backlog, cut
-) -> None:
+def test_a_texts_estimate_ignores_encoder_backlog_and_falls_with_cached_tokens(tokens, backlog, cut) -> None:
     request = text(tokens, prefix=prefix(min(100, tokens // SIZE)))
     idle = pod("a", "ep")
     busy = pod("a", "ep", encode_queued_work={"video": backlog}, encode_work_per_second={"video": 1.0})
@@ -999,7 +989,7 @@ def test_the_estimate_of_text_does_not_move_with_encoder_backlog_and_falls_with_
 @pytest.mark.parametrize(
     ("roles", "free"), [("e", True), ("ep", False)], ids=["an encoder pod", "a pod that encodes for itself"]
 )
-def test_a_feature_costs_no_encoding_only_where_a_job_can_be_sent_for_it(roles: str, free: bool) -> None:
+def test_a_cached_feature_saves_encoding_only_where_its_holder_takes_jobs(roles: str, free: bool) -> None:
     """Its job goes to the encoder pod that has it; a pod that encodes for itself takes no jobs."""
     slow = {"prefill_waiting_tokens": 10**6} if "p" in roles else {}
     others = pod("x", roles, **slow), pod("e", "e", encode_work_per_second={"image": 100.0})
@@ -1019,7 +1009,7 @@ def moving(one: Router, *, same: float = 0.001, other: float = 0.1) -> Router:
     return one
 
 
-def test_of_equal_decoders_the_one_on_the_node_of_the_prefill_pod_comes_first() -> None:
+def test_the_decoder_on_the_prefill_pods_node_comes_first_among_equals() -> None:
     pods = [pod("p", node="n1"), pod("x", "d", node="n2"), pod("y", "d", node="n1"), pod("z", "d")]
     for seed in range(5):
         placed = moving(router(seed)).route(text(1000), pods, NOW)
@@ -1132,7 +1122,7 @@ def test_a_pod_that_received_one_feature_slowly_receives_others_before_long() ->
     assert chosen[180:] == ["b"] * 20
 
 
-def test_a_placement_names_what_its_estimate_is_made_of_and_outcomes_change_the_next() -> None:
+def test_a_placement_names_its_terms_and_outcomes_change_the_next_estimate() -> None:
     one = router()
     pods = [pod("a", prefill_waiting_tokens=500), D]
     placed = one.route(text(100), pods, NOW)
@@ -1171,9 +1161,7 @@ changes = st.lists(
     changes=changes, cached=st.dictionaries(st.sampled_from([f"p{n}" for n in range(6)]), st.integers(0, 20))
 )
 @settings(max_examples=150, deadline=None)
-def test_a_router_that_has_followed_heartbeats_estimates_like_one_that_sees_them_first(
-    changes, cached
-) -> None:
+def test_a_router_that_followed_heartbeats_estimates_like_a_new_one(changes, cached) -> None:
     held = {name: BLOCKS_OF_PROMPT[:blocks] for name, blocks in cached.items()}
     one, now = router(cached=held, max_waiting=10**9), NOW
     beats = {f"p{n}": pod(f"p{n}", ["p", "ep", "pd"][n % 3]) for n in range(6)} | {

@@ -133,7 +133,7 @@ def test_an_unrequested_cancellation_is_a_retryable_failure() -> None:
     assert not request.finished
 
 
-def test_only_engines_that_failed_in_a_step_of_the_request_count_however_often_that_is_reported() -> None:
+def test_only_engine_failures_count_and_each_counts_once() -> None:
     request = state()
     seen: list[int] = []
     for number, code in enumerate(

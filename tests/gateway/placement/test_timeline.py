@@ -42,7 +42,7 @@ PREFILLED = {"ttft_seconds": 0.1}
         ),
     ],
 )
-def test_a_request_is_in_the_phase_of_the_sequence_that_is_farthest_behind(
+def test_a_request_is_in_the_phase_of_its_slowest_sequence(
     attempts: list[Attempt], moved: list[tuple[int, int]], phase: str
 ) -> None:
     timeline = Timeline("one", arrived=0.5, attempts=attempts, at_gateway="placement")
@@ -53,7 +53,7 @@ def test_a_request_is_in_the_phase_of_the_sequence_that_is_farthest_behind(
     assert timeline.live_phase() == ""
 
 
-def test_what_the_gateway_took_after_the_last_token_is_a_phase_of_its_own() -> None:
+def test_gateway_time_after_the_last_token_is_its_own_phase() -> None:
     timeline = Timeline("one", arrived=0.5, last_token=2.0)
     timeline.end(2.25)
     assert timeline.to_json()["phases"] == [

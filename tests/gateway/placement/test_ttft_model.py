@@ -108,7 +108,7 @@ def rate(one: Links, receiver: str = "d", now: float = 0.0) -> float:
     return one.rate("p", receiver, same_node=False, now=now)
 
 
-def test_a_pair_is_as_fast_as_it_was_and_others_of_its_kind_as_that() -> None:
+def test_an_unmeasured_pair_has_the_rate_of_its_kind() -> None:
     one = links()
     assert (one.rate_of_kind(same_node=True), one.rate_of_kind(same_node=False)) == (4e9, 1e9)
     for _ in range(100):
@@ -153,7 +153,7 @@ def test_pairs_are_bounded_and_those_that_moved_something_last_stay() -> None:
     assert rate(one, "d-2500") < rate(one, "d-0")
 
 
-def test_what_is_known_of_a_pair_fades_with_time_however_little_others_move() -> None:
+def test_a_pairs_measured_rate_fades_with_time_whatever_others_move() -> None:
     one = links()
     moved(one, "slow", seconds=10.0)
     for _ in range(100):

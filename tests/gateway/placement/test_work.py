@@ -144,7 +144,7 @@ def test_small_media_never_take_the_places_of_large_ones() -> None:
     assert room.lacks(asked("one", 65), capacity, 1, BOTH) is None
 
 
-def test_a_request_is_served_while_each_role_that_it_needs_has_a_pod() -> None:
+def test_a_request_needs_a_pod_of_each_of_its_roles() -> None:
     pods = [beat("e-0", ["encode"]), beat("p-0", ["prefill"]), beat("d-0", ["decode"])]
     text = Size(prompt_tokens=10, output_tokens=1)
     image = Size(prompt_tokens=80, output_tokens=1, encode_work={"image": 200}, media_tokens=64)
@@ -174,7 +174,7 @@ def test_long_sequences_take_kv_and_short_ones_slots() -> None:
     assert Size(prompt_tokens=7900, output_tokens=100).decode_share(ONE_OF_EACH) == 0.25
 
 
-def test_without_any_pod_a_few_requests_start_so_that_the_gateway_holds_them() -> None:
+def test_without_pods_a_few_requests_start_and_the_gateway_holds_them() -> None:
     count, lacks = until_full(Room(), lambda: started(seconds=1.0), Capacity())
     assert (count, lacks) == (REQUESTS_PER_POD["text"], "text")
 

@@ -37,7 +37,7 @@ from mmd_workers.wire.server import NatsServer
         ("watch-queue", gateway_process, "_watch_queue"),
     ],
 )
-async def test_a_part_that_fails_ends_the_gateway_with_its_error_in_the_log(
+async def test_a_failed_part_ends_the_gateway_with_its_error_logged(
     nats_server: NatsServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -77,7 +77,7 @@ async def test_a_reborn_pod_has_forgotten_its_requests(launch: Launch) -> None:
     assert [r.attempt for r in second.requests][-1] >= 1
 
 
-async def test_tokens_sent_twice_and_out_of_order_come_out_once_and_in_order(launch: Launch) -> None:
+async def test_repeated_and_unordered_tokens_come_out_once_and_in_order(launch: Launch) -> None:
     gateway = await launch()
 
     async def muddled(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -133,7 +133,7 @@ async def test_a_pod_that_gives_up_leaves_the_rest_to_another(launch: Launch) ->
     assert second.requests, "the pod that failed is avoided"
 
 
-async def test_an_error_that_no_retry_can_help_reaches_the_client_as_it_is(launch: Launch) -> None:
+async def test_a_permanent_error_reaches_the_client_unchanged(launch: Launch) -> None:
     gateway = await launch()
 
     async def poison(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -149,7 +149,7 @@ async def test_an_error_that_no_retry_can_help_reaches_the_client_as_it_is(launc
     await assert_nothing_is_left(gateway)
 
 
-async def test_an_error_in_the_middle_of_a_stream_ends_it_with_an_error_event(launch: Launch) -> None:
+async def test_a_midstream_error_ends_the_stream_with_an_error_event(launch: Launch) -> None:
     gateway = await launch()
 
     async def fail(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -213,7 +213,7 @@ async def test_a_request_that_found_no_room_by_its_deadline_says_so(launch: Laun
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_full_pod_is_skipped_and_when_all_are_full_the_client_receives_a_retry_time(
+async def test_the_client_must_retry_only_when_every_pod_is_full(
     launch: Launch,
 ) -> None:
     gateway = await launch()
@@ -274,7 +274,7 @@ async def test_an_encoders_verdict_on_a_medium_reaches_the_client(launch: Launch
     assert (response.status_code, response.json()["error"]["code"]) == (422, "unprocessable_medium")
 
 
-async def test_a_gateway_that_drains_because_a_part_of_it_failed_takes_no_more_requests(
+async def test_a_gateway_with_a_failed_part_drains_and_takes_no_requests(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, go = asyncio.Event(), asyncio.Event()
@@ -303,7 +303,7 @@ async def test_a_gateway_that_drains_because_a_part_of_it_failed_takes_no_more_r
         await asyncio.wait_for(gateway.task, DEADLINE_SECONDS)
 
 
-async def test_ready_means_a_pod_of_every_role_and_readyz_that_requests_are_taken(launch: Launch) -> None:
+async def test_ready_needs_pods_of_every_role_but_readyz_does_not(launch: Launch) -> None:
     gateway = await launch()
     assert (await gateway.http.get("/readyz")).status_code == 200
     seen = await gateway.http.get("/ready")
@@ -326,7 +326,7 @@ async def test_ready_means_a_pod_of_every_role_and_readyz_that_requests_are_take
     }
 
 
-async def test_a_pod_that_leaves_is_not_full_and_its_requests_wait_for_the_one_that_comes(
+async def test_requests_refused_by_a_draining_pod_wait_for_the_next(
     launch: Launch,
 ) -> None:
     gateway = await launch()
@@ -338,7 +338,7 @@ async def test_a_pod_that_leaves_is_not_full_and_its_requests_wait_for_the_one_t
     await assert_nothing_is_left(gateway)
 
 
-async def test_a_request_without_pods_is_held_and_woken_by_the_first_that_comes(launch: Launch) -> None:
+async def test_a_request_held_without_pods_is_woken_by_the_first(launch: Launch) -> None:
     gateway = await launch()
     asking = asyncio.create_task(ask(gateway))
     await gateway.until_metric("mmd_gateway_held_sequences", 1)
@@ -404,7 +404,7 @@ async def test_requests_beyond_the_limit_get_a_retry_after(launch: Launch) -> No
         await asking
 
 
-async def test_a_gateway_cut_off_from_nats_is_not_ready_until_it_is_connected_again(
+async def test_a_gateway_cut_off_from_nats_is_unready_until_reconnected(
     own_nats_server: NatsServer, launch: Launch
 ) -> None:
     gateway = await launch(nats=own_nats_server)
@@ -443,9 +443,7 @@ async def test_a_draining_gateway_rejects_no_request_and_closes_connections(laun
 
 
 @pytest.mark.parametrize("code", ["bad_logits", "step_failed"])
-async def test_a_request_that_the_model_cannot_compute_is_tried_once_and_reported_by_code(
-    launch: Launch, code: str
-) -> None:
+async def test_a_request_the_model_cannot_compute_is_tried_only_once(launch: Launch, code: str) -> None:
     gateway = await launch()
 
     async def fail(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -493,7 +491,7 @@ async def test_a_prompt_larger_than_one_message_reaches_its_worker(
 
 
 @pytest.mark.parametrize(("spare", "served"), [(-1, False), (0, True), (1, True)])
-async def test_a_prompt_that_no_worker_can_be_sent_is_refused_with_the_limit(
+async def test_a_prompt_too_large_to_send_to_a_worker_is_refused(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, spare: int, served: bool
 ) -> None:
     gateway = await launch()

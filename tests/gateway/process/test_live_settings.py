@@ -138,7 +138,7 @@ def broken(change) -> str:
     ],
     ids=["out of bounds", "unknown field", "cut off", "of another deployment"],
 )
-async def test_a_configuration_that_cannot_be_used_is_rejected_and_the_old_one_stays(
+async def test_an_unusable_configuration_is_rejected_and_the_old_one_stays(
     gateway, caplog: pytest.LogCaptureFixture, content: str, reason: str
 ) -> None:
     client, file = gateway
@@ -184,7 +184,7 @@ async def test_names_of_the_model_change_without_a_restart(gateway) -> None:
     await until(are_changed)
 
 
-async def test_a_change_of_what_is_read_at_start_is_left_to_the_next_start(gateway) -> None:
+async def test_a_setting_read_at_start_changes_only_at_the_next_start(gateway) -> None:
     client, file = gateway
     write(file, text(model={"id": "builtin/demo", "maxModelLen": 64}, gateway={"maxConcurrentRequests": 4}))
     seen = await until_seen(client, lambda seen: seen["max_concurrent_requests"] == 4)

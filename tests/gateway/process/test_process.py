@@ -68,7 +68,7 @@ async def test_it_finishes_what_it_has_on_sigterm_and_exits_well(
     await worker.close()
 
 
-async def test_a_stream_longer_than_the_templates_grace_period_survives_the_end_of_its_gateway(
+async def test_a_stream_outlasting_the_templates_grace_period_survives_its_gateways_end(
     nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend
 ) -> None:
     """The pod is the planned one, and ends as the plan says: SIGTERM, and SIGKILL after the planned grace period."""
@@ -119,7 +119,7 @@ async def test_a_stream_longer_than_the_templates_grace_period_survives_the_end_
         await worker.close()
 
 
-async def test_a_request_that_comes_while_it_drains_ends_with_an_answer_before_the_grace_period_does(
+async def test_a_request_during_a_drain_is_answered_within_the_grace_period(
     own_nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend
 ) -> None:
     async def answer_the_first(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -166,7 +166,7 @@ async def test_it_continues_after_its_nats_server_was_restarted(
     ("pod_ip", "failed", "is_replaced"),
     [("127.0.0.1", "", False), ("10.0.0.9", "", True), ("10.0.0.9", "x", False)],
 )
-async def test_what_decides_when_a_gateway_leaves_is_told_of_its_clients_and_of_other_gateways(
+async def test_a_leaving_gateway_knows_its_clients_and_other_gateways(
     own_nats_server: NatsServer, frontend: HfFrontend, pod_ip: str, failed: str, is_replaced: bool
 ) -> None:
     """In a cluster another gateway takes its place, unless a part of it has failed: then its container is started again."""

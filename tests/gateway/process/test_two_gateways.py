@@ -46,7 +46,7 @@ async def slow_worker(nats_url: str, frontend: HfFrontend, pods: Pods) -> Script
     return await ScriptedWorker.start(nats_url, subjects, "decode-0", tokens, pods.script, load=SLOW)
 
 
-async def test_a_flood_at_both_gateways_delays_no_quiet_tenant_and_a_killed_one_forgets_no_tokens(
+async def test_a_flood_delays_no_quiet_tenant_and_a_kill_forgets_no_tokens(
     own_nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend
 ) -> None:
     quiet, flood, spent = new_key(), new_key(), new_key()

@@ -122,7 +122,7 @@ def arriving(data: bytes, chunk_bytes: int = 65_536) -> Callable[[], Awaitable[d
 
 
 @pytest.mark.parametrize("kind", WIDE)
-async def test_a_wide_body_is_refused_when_its_limit_is_passed_not_when_it_is_complete(kind: str) -> None:
+async def test_a_wide_body_is_refused_before_it_is_complete(kind: str) -> None:
     data, taken, headers = wide(kind, 16 * MEBIBYTE), 0, Headers({"content-type": "application/json"})
     receive = arriving(data)
 
@@ -167,7 +167,7 @@ def scanned(data: bytes, cuts: list[int]) -> JsonScanner:
 
 
 @given(JSON, st.booleans(), st.sampled_from([None, 1]), st.lists(st.integers(0, 7), max_size=30))
-def test_there_are_at_least_as_many_marks_as_keys_and_values_wherever_the_chunks_are_cut(
+def test_marks_cover_keys_and_values_wherever_chunks_are_cut(
     value: object, ascii_only: bool, indent: int | None, cuts: list[int]
 ) -> None:
     data = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
@@ -325,7 +325,7 @@ RESPONSE = {"model": "m", "input": "x"}
         (parse_responses_request, {**RESPONSE, "text": {"format": UNKNOWN}}),
     ],
 )
-def test_a_body_of_thousands_of_faults_costs_no_more_than_one_on_other_surfaces(
+def test_thousands_of_faults_cost_no_more_than_one_on_other_surfaces(
     read: Callable[[object], object], body: dict
 ) -> None:
     with pytest.raises(ApiError) as refused:
@@ -457,7 +457,7 @@ async def test_a_head_that_is_not_finished_ends_the_connection(
 # --- those who do not read ------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_does_not_read_is_cut_off_and_frees_what_it_holds(
+async def test_a_client_that_never_reads_is_cut_off_and_frees_everything(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "WRITE_SECONDS", 0.3)
@@ -486,9 +486,10 @@ async def test_a_client_that_does_not_read_is_cut_off_and_frees_what_it_holds(
     quiet.close()
 
 
-async def test_a_client_that_reads_slowly_holds_its_answer_no_longer_than_the_request_timeout_and_its_size_allow(
+async def test_a_slow_reader_holds_its_answer_for_a_bounded_time(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The request timeout and the size of the answer set the bound."""
     monkeypatch.setattr(server_module, "WRITE_SECONDS", 6.0)
     monkeypatch.setattr(server_module, "MIN_READ_BYTES_PER_SECOND", 10**9)
     monkeypatch.setattr(server_module, "_listen", listen_with_small_buffers)
@@ -566,7 +567,7 @@ def with_videos(url: str, count: int) -> dict:
     return {**CHAT, "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]}
 
 
-async def test_small_videos_by_url_need_only_the_room_of_what_arrives_and_come_side_by_side(
+async def test_small_videos_by_url_reserve_only_their_size_and_arrive_together(
     launch: Launch,
 ) -> None:
     """Five times the largest video would not fit, and none ends before all have begun."""
@@ -634,7 +635,7 @@ async def test_a_body_that_no_answer_waits_for_is_not_read_without_limit(
     await assert_read_within_bounds(gateway, method, path, status)
 
 
-async def test_an_answer_before_the_end_of_a_body_arrives_at_once_and_a_short_body_ends_with_it(
+async def test_after_an_early_answer_the_connection_ends_with_the_body(
     launch: Launch,
 ) -> None:
     gateway = await launch()
