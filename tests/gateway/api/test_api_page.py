@@ -36,7 +36,7 @@ from mmd_workers.wire import stored_files
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text()
 SERVER = Path(server.__file__)
-SOURCES = sorted((ROOT / "workers" / "mmd_workers" / "gateway").glob("*.py"))
+SOURCES = sorted((ROOT / "workers" / "mmd_workers" / "gateway").rglob("*.py"))
 
 
 def section(title: str) -> str:

@@ -170,7 +170,7 @@ async def test_what_peers_cause_is_counted_and_not_logged(keep, caplog: pytest.L
 
 
 async def test_the_picker_survives_peers_that_flood_it_and_never_read(keep, monkeypatch: pytest.MonkeyPatch):
-    program = "from mmd_workers.gateway import pick_process as p; p.PEER_SECONDS = 2.0; p.main()"
+    program = "from mmd_workers.gateway.picker import pick_process as p; p.PEER_SECONDS = 2.0; p.main()"
     monkeypatch.setattr(picker_module, "PROGRAM", ("-c", program))
     kept = await running(keep)
     piece, pid = body(bytes(1 << 20)).SerializeToString(), kept.pid
