@@ -41,11 +41,12 @@ drill-%: install vllm
 mutants: install ## Run mutation tests of the pure modules; at most one mutant in ten may survive (half an hour)
 	$(BIN)/python -m bench.mutants $(MUTANTS)
 
-lint: install ## Check style, types and import boundaries between packages
+lint: install ## Check style, types, import boundaries and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m ci.house
 
 bench: install ## Benchmark the role layouts against transformers; writes the report to bench/reports
 	$(BIN)/python -m bench.layouts

@@ -63,7 +63,7 @@ def namesakes(paths: list[Path]) -> Iterator[str]:
 def first_sentence(docstring: str) -> str:
     """The first sentence of a docstring, as one line."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
-    return re.split(r"(?<=[.!?])\s+(?=[A-Z`\"(])", paragraph)[0]
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`\"(])|;\s", paragraph)[0]
 
 
 def long_sentences(path: Path, tree: ast.Module) -> Iterator[str]:

@@ -257,7 +257,7 @@ class IssuerUnavailableError(
     retryable=True,
     remedy="retry; if it persists, check spec.gateway.auth.oidc.issuer and the network to it",
 ):
-    """The gateway cannot check the token yet: it has no signing keys of the issuer, or not the one of this token, which may be new. API keys work."""
+    """The gateway cannot check the token yet: it lacks the signing keys of the issuer, or the one of this token, which may be new. API keys work."""
 
 
 class ForbiddenError(

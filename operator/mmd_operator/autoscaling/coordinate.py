@@ -152,8 +152,7 @@ def _saturated(decision: Decision) -> bool:
 
 
 def share_gpu_budget(policy: DeploymentPolicy, decisions: Decisions) -> dict[PoolName, Decision]:
-    """GPUs are shared out under `gpuBudget`: minima first, then what pools have, then each to the pool where it lowers the excess over
-    the target most.
+    """GPUs are shared out under `gpuBudget`: minima first, then what pools have, then each to the pool where it lowers the excess most.
 
     Pods that still drain use their GPUs, so growth waits for them. Replicas above the budget are taken back from the pools that
     lose least.
