@@ -1,6 +1,6 @@
 """The tests of the gate several times over, to find those that fail in some runs only.
 
-    python -m bench.flakes [--runs 3] [--load] [--seed 1] [--legs unit apiserver vllm-engine deployments] [--more]
+    python -m bench.flakes [--runs 3] [--load] [--seed 1] [--legs test demo] [--more]
 
 With `--load` two processes take both cores meanwhile, and a random process that the tests started is stopped for one to three seconds,
 again and again. The report names each test that failed, in which runs, with the output of its last failure. It exits 1 if any did.
@@ -16,6 +16,7 @@ import multiprocessing
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,6 +101,8 @@ class Findings:
 
     failures: dict[str, Failures] = field(default_factory=dict)
     legs: list[dict[str, Any]] = field(default_factory=list)
+    seconds: list[int] = field(default_factory=list)
+    """Of each run."""
 
     @classmethod
     def kept(cls, commit: str, load: bool) -> Findings:
@@ -111,29 +114,29 @@ class Findings:
         failures = {
             name: Failures(set(one["runs"]), one["output"]) for name, one in report["failures"].items()
         }
-        return cls(failures, report["legs"])
+        return cls(failures, report["legs"], report["seconds"])
 
     @property
     def runs(self) -> int:
         """How many there were."""
-        return 1 + max((leg["run"] for leg in self.legs), default=-1)
+        return len(self.seconds)
 
     def body(self) -> dict[str, Any]:
         """For the report."""
         failures = {
             name: {"runs": sorted(one.runs), "output": one.output} for name, one in self.failures.items()
         }
-        return {"runs": self.runs, "legs": self.legs, "failures": failures}
+        return {"runs": self.runs, "seconds": self.seconds, "legs": self.legs, "failures": failures}
 
     def add(self, words: list[str], patience: float) -> None:
-        """Run the legs once, with so many times their budgets."""
-        number = self.runs
-        for leg in legs_of(words):
-            (run,) = run_legs([replace(leg, budget_minutes=leg.budget_minutes * patience)])
+        """Run the legs once, beside one another as in a gate, with so many times their budgets."""
+        number, begun = self.runs, time.monotonic()
+        legs = [replace(leg, budget_minutes=leg.budget_minutes * patience) for leg in legs_of(words)]
+        for run in run_legs(legs):
             self.legs.append(
                 {
                     "run": number,
-                    "leg": leg.name,
+                    "leg": run.leg.name,
                     "seconds": round(run.seconds),
                     "cpu_seconds": round(run.cpu_seconds),
                     "longest_stall_seconds": round(run.stall_seconds, 1),
@@ -144,6 +147,7 @@ class Findings:
                 failed = self.failures.setdefault(name, Failures())
                 failed.runs.add(number)
                 failed.output = output[-4000:]
+        self.seconds.append(round(time.monotonic() - begun))
 
 
 def _failed(run: Run) -> Iterator[tuple[str, str]]:
@@ -160,7 +164,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--seed", type=int, default=1, help="of what is stopped, and when")
-    parser.add_argument("--legs", nargs="+", default=["unit", "apiserver", "vllm-engine", "deployments"])
+    parser.add_argument("--legs", nargs="+", default=["test", "demo"])
     parser.add_argument("--more", action="store_true", help="add to the runs of the kept report")
     options = parser.parse_args()
     findings = Findings.kept(code(), options.load) if options.more else Findings()
