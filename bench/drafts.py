@@ -29,7 +29,7 @@ from rich.table import Table
 from bench.native_step import engine
 from bench.report import keep
 from bench.versus_vllm import SIZE
-from mmd_workers.engine import engine as engine_module
+from mmd_workers.engine import model_runner
 from mmd_workers.engine.choosing.masks import Masks
 from mmd_workers.engine.choosing.sampler import Draw, Sampled, sample
 from mmd_workers.engine.engine import Engine
@@ -130,7 +130,7 @@ def main() -> None:
         random_model.build("llava", folder, size=SIZE)
     engines = {"without": engine(folder), "with drafts": engine(folder, draft_tokens=options.most)}
     script = Script()
-    engine_module.sample = script  # type: ignore[assignment]
+    model_runner.sample = script  # type: ignore[assignment]
     lines = list[dict[str, Any]]()
     for kind, size in itertools.product(ANSWERS, options.batches):
         rates: dict[str, list[float]] = {name: [] for name in engines}

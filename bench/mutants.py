@@ -117,6 +117,10 @@ TARGETS = (
         "workers/mmd_workers/gateway/basics/media_hold.py", f"{CASES} tests/gateway/intake/test_media_hold.py"
     ),
     Target("workers/mmd_workers/gateway/intake/intake.py", "tests/gateway/intake/test_intake_limits.py"),
+    Target("workers/mmd_workers/gateway/intake/checks.py", "tests/gateway/intake/test_intake_limits.py"),
+    Target("workers/mmd_workers/gateway/intake/texts.py", "tests/gateway/intake/test_intake_limits.py"),
+    Target("workers/mmd_workers/gateway/intake/fitting.py", "tests/gateway/intake/test_intake_limits.py"),
+    Target("workers/mmd_workers/gateway/intake/sampling.py", "tests/gateway/intake/test_intake_limits.py"),
     Target("operator/mmd_operator/autoscaling/decide.py", AUTOSCALING),
     Target("operator/mmd_operator/autoscaling/sizing.py", AUTOSCALING),
     Target("operator/mmd_operator/autoscaling/coordinate.py", AUTOSCALING),

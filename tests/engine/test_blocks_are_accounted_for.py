@@ -131,7 +131,7 @@ class Blocks(RuleBasedStateMachine):
             self.leases.release(name)
             return name
         layout = MODEL.kv_layout
-        cached = self.engine._reservations[name].shared * BLOCK_TOKENS
+        cached = self.engine.table.reservations[name].shared * BLOCK_TOKENS
         kv = [
             torch.zeros(2, length - cached, heads, dim, device=MODEL.device)
             for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
@@ -184,9 +184,9 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def every_block_is_accounted_for(self):
         engine, pool = self.engine, self.engine.blocks
-        parts = [part for sequence in engine._sequences.values() for part in sequence.parts]
+        parts = [part for sequence in engine.table.sequences.values() for part in sequence.parts]
         held = Counter(block for part in parts for block in part.held_blocks)
-        for name, reservation in engine._reservations.items():
+        for name, reservation in engine.table.reservations.items():
             own = [*reservation.blocks[reservation.shared :], *reservation.companion_blocks]
             assert not held.keys() & set(own), "a reserved block belongs to somebody else"
             assert self.leases.get(name, self.now)
@@ -198,7 +198,7 @@ class Blocks(RuleBasedStateMachine):
         assert len(free) == len(set(free))
         assert sorted([*free, *cached, *held]) == list(range(BLOCKS))
         assert pool._block_of == {identity: block for block, identity in pool._hash_of.items()}
-        for sequence in engine._sequences.values():
+        for sequence in engine.table.sequences.values():
             waiting = sequence in engine.scheduler.waiting
             for part in sequence.parts:
                 assert bool(part.blocks) != waiting, "both have blocks, or neither"
@@ -207,11 +207,11 @@ class Blocks(RuleBasedStateMachine):
                 self.the_next_chunk_has_blocks(part, alone=len(sequence.parts) == 1)
         stats = engine.stats()
         assert stats.blocks_free == len(free) + len(cached)
-        reserved = [[*r.blocks[r.shared :], *r.companion_blocks] for r in engine._reservations.values()]
+        reserved = [[*r.blocks[r.shared :], *r.companion_blocks] for r in engine.table.reservations.values()]
         assert stats.blocks_reserved == sum(map(len, reserved))
         assert stats.running_sequences + stats.reserved_sequences <= stats.max_sequences
         assert stats.blocks_total - stats.blocks_free >= stats.blocks_reserved
-        assert set(engine._sequences) == set(self.wanted)
+        assert set(engine.table.sequences) == set(self.wanted)
 
     def only_blocks_within_the_window_are_held(self, sequence):
         window = self.engine.scheduler.window

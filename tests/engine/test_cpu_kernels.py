@@ -226,7 +226,7 @@ def test_without_a_compiler_pytorch_serves_the_same_tokens(name, monkeypatch):
     monkeypatch.setattr(library, "load", lambda: None)
     model = TextModel(TEXT_MODELS[name]())
     engine = make_engine(model, chunk_tokens=12)
-    assert engine.kernel is attention.torch_kernel
+    assert engine.model_runner.kernel is attention.torch_kernel
     prompts = [prompt_of(length, length) for length in (3, 30, 21)]
     for number, prompt in enumerate(prompts):
         engine.add(text_input(model, str(number), prompt, 12))

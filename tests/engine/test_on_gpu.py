@@ -72,7 +72,7 @@ def test_in_half_precision_every_token_is_the_likeliest_up_to_rounding(name):
     half = TEXT_MODELS[name]().to(torch.bfloat16)
     model = TextModel(TEXT_MODELS[name]().to(torch.bfloat16))
     engine = make_engine(model, blocks=24, block_tokens=BLOCK_TOKENS, chunk_tokens=64, prefix_cache=False)
-    assert engine.kernel is torch_kernel
+    assert engine.model_runner.kernel is torch_kernel
     prompts = {str(n): prompt_of(length, n) for n, length in enumerate((5, 33, 64, 150, 1))}
     for key, prompt in prompts.items():
         engine.add(text_input(model, key, prompt, 14))

@@ -129,14 +129,14 @@ def test_tokens_are_the_same_for_all_chunks_kernels_preemptions_and_pods(name, k
     assert few.stats().preemptions > 0 or name == "mistral"
     plain = make_engine(eager, chunk_tokens=7, kv_dtype=kv_dtype, fused_layers=False, block_tokens=5)
     assert handed_over(engine, plain, model, expected) == own
-    plain.kernel = attention.torch_kernel
+    plain.model_runner.kernel = attention.torch_kernel
     assert answers(plain, eager, [*expected]) == own
 
 
 def computed_kv(model, chunk_tokens, kv_dtype, kernel=None):
     """The KV of a prompt, all values of all layers."""
     engine = make_engine(model, chunk_tokens=chunk_tokens, kv_dtype=kv_dtype, fused_layers=kernel is None)
-    engine.kernel = kernel or engine.kernel
+    engine.model_runner.kernel = kernel or engine.model_runner.kernel
     engine.add(text_input(model, "a", prompt_of(60, 5), 1, stop_after_prefill=True))
     run(engine)
     layers = engine.read_kv("a", 0, 60)

@@ -39,7 +39,7 @@ def test_a_step_builds_only_its_rows_and_rebuilds_them_after_preemption():
         outcome.take(engine.step())
     chunks = [(start, min(start + 16, 90)) for start in range(20, 90, 16)]
     assert made[2:] == chunks, "generated tokens are no rows of the prompt"
-    engine.scheduler._preempt(engine._sequences["a"])
+    engine.scheduler._preempt(engine.table.sequences["a"])
     while engine.has_work():
         outcome.take(engine.step())
     assert outcome.tokens["a"] == generate(TEXT_MODELS["llama"](), PROMPT, NEW_TOKENS)

@@ -53,7 +53,7 @@ def test_blocks_outside_the_window_are_freed_and_not_read(chunk_tokens, kernel):
     engine = make_engine(
         model, block_tokens=BLOCK, chunk_tokens=chunk_tokens, prefix_cache=False, fused_layers=kernel is None
     )
-    engine.kernel = kernel or engine.kernel
+    engine.model_runner.kernel = kernel or engine.model_runner.kernel
     engine.add(text_input(model, "a", PROMPT, NEW_TOKENS))
     outcome, counts = Outcome(), []
     while engine.has_work():
@@ -122,7 +122,7 @@ def test_a_sequence_that_gave_blocks_back_is_preempted_and_computed_again():
     engine.add(text_input(model, "newest", prompt, NEW_TOKENS, arrived=9.0))
     for _ in range(20):
         outcome.take(engine.step())
-    assert engine._sequences["newest"].dropped > WINDOW
+    assert engine.table.sequences["newest"].dropped > WINDOW
     for number in range(10):
         engine.add(text_input(model, str(number), prompt, NEW_TOKENS, arrived=float(number) / 9))
     while engine.has_work():

@@ -19,6 +19,7 @@ from mmd_workers import worker
 from mmd_workers.basics.device import check_device
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.engine.engine import Engine
+from mmd_workers.engine.model_runner import ModelRunner
 from mmd_workers.model.encoder import HfEncoderModel
 from mmd_workers.process.settings import WorkerSettings
 
@@ -44,7 +45,7 @@ LOST = "device_lost.*unspecified launch failure; the process exits"
         (("encoder", "encode"), "EncodePipeline.run = run", 0, LOST),
         (("decode", "decode"), "Engine.stats = fail", 0, LOST),
         (("encoder", "encode"), "HfEncoderModel.encode = fault", 0, LOST),
-        (("decode", "decode"), "Engine._run = fault", 0, LOST),
+        (("decode", "decode"), "ModelRunner.run = fault", 0, LOST),
         (("encoder", "encode"), "", 2, r"device_lost.*spec\.encoder\.gpus is 2.*found no CUDA device"),
     ],
     ids=[

@@ -389,7 +389,7 @@ def preempt(core: VllmCore, name: str) -> int:
     """Take all blocks from a sequence, as vLLM does where another needs them. Returns how many tokens it has made: with one more, it runs
     again.
     """
-    request = core._sequences[name].request
+    request = core.table.sequences[name].request
     core._scheduler.running.remove(request)
     core._scheduler._preempt_request(request, time.monotonic())
     return int(request.num_output_tokens)
@@ -406,6 +406,6 @@ def forget(core: VllmCore) -> None:
 def clear(cores: Iterable[VllmCore]) -> None:
     """Forget all sequences, prefixes and features of cores that several tests use."""
     for core in cores:
-        for name in [*core._sequences, *core._reservations]:
+        for name in [*core.table.sequences, *core.table.reservations]:
             core.abort(name)
         forget(core)

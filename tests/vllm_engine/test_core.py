@@ -312,7 +312,7 @@ def test_a_late_feature_delays_nobody_else_and_text_before_it_is_computed(core, 
     assert outcome.tokens["text"] == text.answer(TOKENS)
     start = asked.request.features[0].ranges[0][0]
     assert start >= LEAST_AHEAD_TOKENS
-    assert core._sequences["late"].request.num_computed_tokens == start
+    assert core.table.sequences["late"].request.num_computed_tokens == start
     stats = core.stats()
     assert stats.waiting_tokens == stats.blocked_tokens == len(asked.request.token_ids) - start
     supply(core, "late", asked)
@@ -388,7 +388,7 @@ def test_a_sequence_has_no_features_from_its_first_token_on(core, asked, answer,
     supply(core, "a", asked)
     assert core._shelf._features
     outcome = step(core, until=lambda o: o.tokens.get("a"))
-    assert core._sequences["a"]
+    assert core.table.sequences["a"]
     assert not core._shelf._features
     if not stop:
         assert step(core, outcome).tokens["a"] == answer
@@ -444,7 +444,7 @@ def assert_fails_alone(core, broken):
     with pytest.raises(StepFailedError):
         core.add("broken", broken, stop_after_prefill=False)
     core.reserve("broken", len(broken.token_ids), 5)
-    core._reservations["broken"].written = len(broken.token_ids)
+    core.table.reservations["broken"].written = len(broken.token_ids)
     with pytest.raises(StepFailedError):
         core.attach("broken", broken, [1])
     core.abort("broken")
@@ -511,7 +511,7 @@ def test_kv_that_the_decoder_has_cached_is_not_sent_again(core, other, asked, an
 @pytest.mark.parametrize("identity", [BLOCK // 4, BLOCK, 3 * BLOCK])
 def test_blocks_are_found_whatever_size_identities_have(core, other, llava, monkeypatch, identity):
     one = question(llava, LONG, LONG)
-    monkeypatch.setattr(other, "_identity_tokens", identity)
+    monkeypatch.setattr(other.prefix_blocks, "identity_tokens", identity)
     tokens, prefix = len(one.request.token_ids), prefix_of(one.request, identity)
     expected = hand_over(core, other, one)
     whole = tokens // identity * identity // BLOCK
@@ -598,7 +598,7 @@ def test_an_aborted_prefill_keeps_nothing_although_blocks_are_still_to_be_read(c
     core.add("a", asked.request, stop_after_prefill=True)
     supply(core, "a", asked)
     step(core, until=lambda o: o.ready.get("a"))
-    assert not core._sequences["a"].made, "it is in the middle of its prompt"
+    assert not core.table.sequences["a"].made, "it is in the middle of its prompt"
     core.abort("a")
     with pytest.raises(KeyError):
         core.read_kv("a", 0, 1)
@@ -790,7 +790,7 @@ def test_a_request_that_leaves_before_its_logits_spoils_no_block(llava, asked, m
     core = make(llava, vllm={"maxNumBatchedTokens": CHUNK}, moves=moves, **settings)
     spoil(core, asked, stop_after_prefill=moves)
     end = sum(asked.request.features[0].ranges[-1])
-    while core._sequences["bad"].request.num_computed_tokens < end:
+    while core.table.sequences["bad"].request.num_computed_tokens < end:
         core.step()
     core.abort("bad")
     assert_every_block_is_usable(core)
@@ -876,12 +876,12 @@ def test_prompts_of_one_salt_share_blocks_with_no_others(core, asked):
 def assert_prefixes_are_cached(core):
     """What is noted of identities is that of blocks which vLLM has cached, and no more."""
     held = {}
-    for identity, hashes in core._prefixes.items():
+    for identity, hashes in core.prefix_blocks.hashes_of.items():
         assert identity in core.prefix_changes
         for known in hashes:
             assert core._pool.get_cached_block(known, [0]) is not None
             held.setdefault(known, set()).add(identity)
-    assert core._identities_in == held
+    assert core.prefix_blocks.identities_in == held
 
 
 def test_prompts_that_diverge_within_a_block_leave_nothing_when_evicted(llava):
@@ -899,11 +899,11 @@ def test_prompts_that_diverge_within_a_block_leave_nothing_when_evicted(llava):
         assert_prefixes_are_cached(core)
         delta = core.prefix_changes.take(1000)
         reported = (reported - set(delta.evicted)) | set(delta.added)
-        assert reported == set(core._prefixes)
+        assert reported == set(core.prefix_blocks.hashes_of)
         asked = text_request(first + prompt_of(2, seed=number))
         whole = prefix_of(asked, IDENTITY)[: 2 * BLOCK // IDENTITY]
         assert set(whole) <= reported, "the newest is known from its first block on"
-    assert len(core._identities_in) <= 12
+    assert len(core.prefix_blocks.identities_in) <= 12
     assert_empty(core)
 
 

@@ -200,7 +200,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(core, folder, tokeni
     add(core, "bad", request_of(folder, grammar=CHOICE))
     (wrong,) = tokenizer.encode("z", add_special_tokens=False)[-1:]
     with pytest.raises(GrammarFailedError):  # as where a limit of the library is reached
-        core._sequences["bad"].constraint.advance([wrong])
+        core.table.sequences["bad"].constraint.advance([wrong])
     outcome = cores.step(core)
     assert isinstance(outcome.failed.pop("bad"), GrammarFailedError)
     assert not outcome.failed

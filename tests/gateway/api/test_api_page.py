@@ -27,7 +27,7 @@ from mmd_workers.gateway.constraints import call_parser
 from mmd_workers.gateway.content import chat_request, completion_request, conversation, response_format, tools
 from mmd_workers.gateway.content.parts import PART_TYPES
 from mmd_workers.gateway.idempotency import repeats, retained
-from mmd_workers.gateway.intake import intake, logit_rules, tenant_files
+from mmd_workers.gateway.intake import checks, logit_rules, tenant_files
 from mmd_workers.gateway.picker import ext_proc
 from mmd_workers.gateway.process import admin
 from mmd_workers.observe import server
@@ -177,9 +177,9 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "prompts of a text completion": [completion_request.MAX_PROMPTS],
         "answers to all prompts of a text completion": [completion_request.MAX_ANSWERS],
         "tokens of all prompts of a text completion, or of one call of `/tokenize`, if the model takes fewer": [
-            intake.MAX_TEXT_TOKENS
+            checks.MAX_TEXT_TOKENS
         ],
-        "characters of a text, for each token that fits": [intake.MAX_CHARACTERS_PER_TOKEN],
+        "characters of a text, for each token that fits": [checks.MAX_CHARACTERS_PER_TOKEN],
         "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],

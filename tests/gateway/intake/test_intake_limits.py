@@ -17,17 +17,12 @@ from mmd_workers.gateway.basics.media_hold import MediaHold
 from mmd_workers.gateway.content.chat_request import ChatRequest
 from mmd_workers.gateway.content.completion_request import parse_completion_request
 from mmd_workers.gateway.content.conversation import conversation
-from mmd_workers.gateway.intake.intake import (
-    ENCODING_BYTES,
-    LONG_TEXT_CHARACTERS,
-    MAX_SEED,
-    MAX_TEXT_TOKENS,
-    PROPORTIONAL_STEPS,
-    Intake,
-    Prepared,
-    _Fit,
-    _with_fewer_frames,
-)
+from mmd_workers.gateway.intake.checks import MAX_TEXT_TOKENS
+from mmd_workers.gateway.intake.fitting import PROPORTIONAL_STEPS, Fit, with_fewer_frames
+from mmd_workers.gateway.intake.intake import Intake
+from mmd_workers.gateway.intake.prepared import Prepared
+from mmd_workers.gateway.intake.sampling import MAX_SEED
+from mmd_workers.gateway.intake.text_threads import ENCODING_BYTES, LONG_TEXT_CHARACTERS
 from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 from mmd_workers.media.sandbox import DecodePool
@@ -538,7 +533,7 @@ async def test_as_many_frames_as_fit_are_found_in_few_steps(
     whole = laid_out_with(counts)
     least = len(laid_out_with([min(2, count) for count in counts]).token_ids)
     wanted = least + int(part * (len(whole.token_ids) - least))
-    found = await _with_fewer_frames(whole, [NO_CHOICE] * len(counts), _Fit(wanted, wanted), laid_out)
+    found = await with_fewer_frames(whole, [NO_CHOICE] * len(counts), Fit(wanted, wanted), laid_out)
     kept = [len(medium.sampling.frame_indices) for medium in found.media]
     assert len(found.token_ids) <= wanted
     assert [medium.omitted_frames for medium in found.media] == [

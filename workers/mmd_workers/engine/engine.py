@@ -1,78 +1,45 @@
 """The engine: sequences in, tokens out, one step at a time. Independent of the network, and of any clock but its own stopwatch; not thread safe.
 
-A step goes through the files in this order: scheduler (what runs) → batch (where its KV is) → model with
-`attention` → sampler.
+A step goes through the files in this order: scheduler (what runs) → model_runner (batch, model with
+`attention`, sampler) → step_results (tokens, ready KV, ends).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from mmd_api.contract.answers import FinishReason
-from mmd_api.contract.errors import (
-    BadLogitsError,
-    CapacityError,
-    CountMismatchError,
-    GrammarFailedError,
-    MmdError,
-    OverloadedError,
-    StepFailedError,
-)
+from mmd_api.contract.errors import CapacityError, CountMismatchError, MmdError, OverloadedError
 from mmd_api.contract.sampling import Guidance
 from mmd_api.contract.steps import StepBound
 from mmd_api.contract.text_share import TextShare
 from mmd_api.spec.engine import KvDtype
 from mmd_workers.basics.device import run_isolating
-from mmd_workers.engine import attention
-from mmd_workers.engine.batch import Batch
 from mmd_workers.engine.choosing.drafts import Drafts, PromptLookup
-from mmd_workers.engine.choosing.guidance import guide
 from mmd_workers.engine.choosing.logit_rules import RuleState, rule_state
-from mmd_workers.engine.choosing.masks import Masks
-from mmd_workers.engine.choosing.sampler import Draw, Sampled, logprobs_of, sample
 from mmd_workers.engine.fusion import prepare
-from mmd_workers.engine.interface import (
-    EngineStats,
-    KvReady,
-    SampledToken,
-    SamplingParams,
-    SequenceInput,
-    StepOutput,
-)
+from mmd_workers.engine.interface import EngineStats, SamplingParams, SequenceInput, StepOutput
 from mmd_workers.engine.memory.blocks import BlockPool, MediaSpan, extend_identities
 from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.memory.sequence_room import check_fits, check_spare, preempted
+from mmd_workers.engine.model_runner import ModelRunner
 from mmd_workers.engine.pacing.estimates import Estimates
 from mmd_workers.engine.pacing.pace import Pace
 from mmd_workers.engine.pieces import Work
 from mmd_workers.engine.scheduler import Scheduler
 from mmd_workers.engine.sequence import Sequence
+from mmd_workers.engine.sequence_table import Reservation, SequenceTable
+from mmd_workers.engine.step_results import StepResults, eos_of, failure_of
 from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.prompt import Feature
 
 STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError)  # raised by the model
 WARM_UP_TOKENS = 64
-
-
-@dataclass(slots=True)
-class _Reservation:
-    blocks: list[int]
-    kv_tokens: int  # limit of tokens that may be written
-    shared: int  # leading blocks taken from the prefix cache
-    written: int  # tokens with KV, those in shared blocks included
-    companion_blocks: list[int]  # nothing is written to them: the companion's prompt is computed here
-
-    @property
-    def places(self) -> int:
-        """Rows of the sequence in a step."""
-        return 2 if self.companion_blocks else 1
 
 
 class Engine:
@@ -112,7 +79,6 @@ class Engine:
         self.kv = KvPool.of_bytes(
             model.kv_layout.packed_as(kv_dtype), kv_cache_bytes, block_tokens, model.device
         )
-        self.kernel = attention.select_kernel(model.kv_layout, model.device)
         self.blocks = BlockPool(self.kv.num_blocks, block_tokens)
         self._pace = None if step_seconds is None else Pace(StepBound.of_chunks(step_seconds, chunk_tokens))
         self.scheduler = Scheduler(
@@ -125,9 +91,9 @@ class Engine:
             drafts=Drafts(draft_tokens, model.vocab_size, model.suppress_token_ids) if draft_tokens else None,
             max_model_len=max_model_len,
         )
-        self._sequences: dict[str, Sequence] = {}
-        self._reservations: dict[str, _Reservation] = {}
-        self._model_runs = 0
+        self.table = SequenceTable(self.scheduler)
+        self.model_runner = ModelRunner(model, self.kv, self.scheduler)
+        self._results = StepResults(model, self.scheduler, self.table, max_model_len)
         self._kernels_pending = False  # launched, and nothing has waited for them
         self._arrivals = 0
         self._estimates = Estimates()
@@ -146,7 +112,7 @@ class Engine:
             CapacityError: it can never fit into the context or the pool.
             ValueError: the id is in use, or nothing is left to generate.
         """
-        self._check_new(item.sequence_id)
+        self.table.check_new(item.sequence_id)
         prompt, sampling = item.prompt, item.sampling
         remaining_tokens = sampling.max_tokens - len(item.output_token_ids)
         if remaining_tokens < 1:
@@ -183,7 +149,7 @@ class Engine:
             companion=companion,
         )
         self._follow(sequence)
-        self._sequences[item.sequence_id] = sequence
+        self.table.sequences[item.sequence_id] = sequence
         self.scheduler.add(sequence)
 
     def prefix(
@@ -207,7 +173,7 @@ class Engine:
         Raises:
             CountMismatchError: the feature's number of tokens differs from the prompt layout's.
         """
-        sequence = self._sequences.get(sequence_id)
+        sequence = self.table.sequences.get(sequence_id)
         if sequence is None or sequence.prompt is None or medium not in sequence.prompt.missing:
             return False
         self.model.fill(sequence.prompt, medium, feature)
@@ -215,12 +181,7 @@ class Engine:
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence or a reservation in any state and free its blocks; unknown ids are ignored."""
-        reservation = self._reservations.pop(sequence_id, None)
-        if reservation is not None:
-            self.blocks.release([*reservation.blocks, *reservation.companion_blocks])
-        sequence = self._sequences.pop(sequence_id, None)
-        if sequence is not None:
-            self.scheduler.remove(sequence)
+        self.table.abort(sequence_id)
 
     def has_work(self) -> bool:
         """True if a sequence waits or runs. A step may still find that all of them wait for features or blocks."""
@@ -236,7 +197,7 @@ class Engine:
             KeyError: unknown sequence.
             CountMismatchError: some of these tokens have no KV yet, or their blocks have been returned to the pool.
         """
-        sequence = self._sequences[sequence_id]
+        sequence = self.table.sequences[sequence_id]
         kept = sequence.dropped * self.blocks.block_tokens
         if start < kept:
             raise CountMismatchError(
@@ -270,9 +231,9 @@ class Engine:
             CapacityError: the sequence can never fit.
             OverloadedError: there are no blocks or no sequence slot now.
         """
-        self._check_new(sequence_id)
+        self.table.check_new(sequence_id)
         self._check_fits(prompt_tokens, max_tokens, companion_tokens)
-        there = self.scheduler.places + self._reserved_places
+        there = self.scheduler.places + self.table.reserved_places
         if there + (2 if companion_tokens else 1) > self.scheduler.max_sequences:
             raise OverloadedError(
                 f"{there} of {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
@@ -291,7 +252,7 @@ class Engine:
             pool.release(cached_blocks)
             raise
         cached = len(cached_blocks) * size
-        self._reservations[sequence_id] = _Reservation(
+        self.table.reservations[sequence_id] = Reservation(
             [*cached_blocks, *blocks[:own_blocks]],
             prompt_tokens,
             len(cached_blocks),
@@ -300,10 +261,6 @@ class Engine:
         )
         return cached
 
-    @property
-    def _reserved_places(self) -> int:
-        return sum(reservation.places for reservation in self._reservations.values())
-
     def write_kv(self, sequence_id: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write the KV of the tokens from `start` on, in the layout of `read_kv`, to reserved blocks. Ranges come in order.
 
@@ -311,7 +268,7 @@ class Engine:
             KeyError: nothing is reserved under this id.
             CountMismatchError: a gap, more tokens than reserved, or another model's geometry.
         """
-        reservation = self._reservations[sequence_id]
+        reservation = self.table.reservations[sequence_id]
         end = start + int(tensors[0].shape[1])
         shared_tokens = reservation.shared * self.blocks.block_tokens
         if not shared_tokens <= start <= reservation.written or end > reservation.kv_tokens:
@@ -345,7 +302,7 @@ class Engine:
             KeyError: nothing is reserved under this id.
             CountMismatchError: the KV of some token has not been written. The reservation stays.
         """
-        reservation = self._reservations[sequence_id]
+        reservation = self.table.reservations[sequence_id]
         all_tokens = list(token_ids) + list(output_token_ids)
         if not output_token_ids or reservation.written < len(all_tokens) - 1:
             raise CountMismatchError(
@@ -360,7 +317,7 @@ class Engine:
             )
         if companion is not None:
             companion.blocks = reservation.companion_blocks
-        del self._reservations[sequence_id]
+        del self.table.reservations[sequence_id]
         sequence = Sequence(
             sequence_id=sequence_id,
             arrival=self._next_arrival(),
@@ -381,7 +338,7 @@ class Engine:
             companion=companion,
         )
         self._follow(sequence)
-        self._sequences[sequence_id] = sequence
+        self.table.sequences[sequence_id] = sequence
         self.scheduler.start(sequence)
         self.scheduler.finish_chunk(Work(sequence, 0, len(all_tokens) - 1))
 
@@ -398,7 +355,7 @@ class Engine:
             DeviceLostError: the accelerator is broken; the engine is unusable from then on.
         """
         started = time.perf_counter()
-        schedule = self.scheduler.schedule(self._reserved_places)
+        schedule = self.scheduler.schedule(self.table.reserved_places)
         work = schedule.decodes + schedule.prefills
         output = StepOutput(
             sequences=sum(item.sequence.places for item in work),
@@ -406,25 +363,27 @@ class Engine:
             decode_sequences=sum(item.sequence.places for item in schedule.decodes),
             draft_tokens=sum(len(item.drafts) for item in schedule.decodes),
         )
-        for sequence in self._take_preempted():
+        for sequence in self.table.take_preempted():
             error = preempted(self.blocks.num_blocks, sequence.num_outputs)
             output.failed.append((sequence.sequence_id, error))
         output.admitted, self.scheduler.admitted = self.scheduler.admitted, {}
         if not work:
             return output
-        runs_before, pending_before = self._model_runs, self._kernels_pending
+        runs_before, pending_before = self.model_runner.num_runs, self._kernels_pending
         # Rows may run again: they write the same KV to the same slots, and nothing is sampled before all rows have run.
-        run = partial(self._run, waits=schedule.bounded)
+        run = partial(self.model_runner.run, waits=schedule.bounded)
         results = run_isolating(work, run, self.model.device, STEP_ERRORS)
         for item, result in zip(work, results, strict=True):
             if isinstance(result, Exception):
                 self.abort(item.sequence.sequence_id)
-                output.failed.append((item.sequence.sequence_id, _failure(result, item.sequence, item)))
+                output.failed.append((item.sequence.sequence_id, failure_of(result, item.sequence, item)))
                 continue
-            self._finish(item, result, output)
+            self._results.finish(item, result, output)
         waited = schedule.bounded or any(item.samples for item in work)
         self._kernels_pending = self.model.device.type == "cuda" and not waited
-        output.timed = self._model_runs - runs_before == 1 and not (pending_before or self._kernels_pending)
+        output.timed = self.model_runner.num_runs - runs_before == 1 and not (
+            pending_before or self._kernels_pending
+        )
         output.duration_seconds = time.perf_counter() - started
         self._estimates.add(output)
         self.scheduler.finish_step(output)
@@ -448,20 +407,14 @@ class Engine:
                 "", 0, [0] * tokens, tokens, prompt.next_position, random_sampling, [], prompt
             )
             sequence.blocks = blocks
-            self._run([Work(sequence, 0, tokens)])
+            self.model_runner.run([Work(sequence, 0, tokens)])
             if tokens < most_tokens:
                 sequence.token_ids.append(0)
                 sequence.sampling = SamplingParams(max_tokens=2)
-                self._run([Work(sequence, tokens, tokens + 1)])
+                self.model_runner.run([Work(sequence, tokens, tokens + 1)])
         finally:
             self.kv.clear(blocks)
             self.blocks.release(blocks)
-
-    def _take_preempted(self) -> list[Sequence]:
-        preempted, self.scheduler.preempted = self.scheduler.preempted, []
-        for sequence in preempted:
-            del self._sequences[sequence.sequence_id]
-        return preempted
 
     def _follow(self, sequence: Sequence) -> None:
         """Enable drafts for a sequence without rules, grammar and companion.
@@ -499,214 +452,8 @@ class Engine:
             root=root,
         )
 
-    def _run(self, work: Items[Work], *, waits: bool = False) -> list[list[Sampled | None]]:
-        """Compute the rows of `work`, and sample where a token is due.
-
-        Returns for each item the samples after its last known token and after each of its drafts; None stands
-        for a sample that was not possible. Sampling waits for a GPU's kernels. `waits`: a run without
-        sampling waits too, because whatever comes next would.
-        """
-        self._model_runs += 1
-        pieces = sorted(
-            (piece for item in work for piece in item.in_rows()), key=lambda p: p.end - p.start > 1
-        )
-        batch = Batch(self.kv, pieces)
-        last_row = {id(piece): row for piece, row in zip(pieces, batch.last_rows, strict=True)}
-        sampled: list[list[Sampled | None]] = [[] for _ in work]
-        with torch.inference_mode():
-            embeds, positions, extras = self._inputs(pieces)
-            with attention.running(batch, self.kernel):
-                hidden = self.model.forward(embeds, positions, extras)
-            self.scheduler.window = batch.window
-            self._note_prompts(pieces, batch, hidden)
-            due = [
-                (number, draft)
-                for number, item in enumerate(work)
-                if item.samples
-                for draft in range(1 + len(item.drafts))
-            ]
-            if not due:
-                if waits and hidden.is_cuda:
-                    torch.cuda.current_stream(hidden.device).synchronize()
-                return sampled
-            constraints = {
-                row: constraint
-                for row, (number, _) in enumerate(due)
-                if (constraint := work[number].sequence.constraint) is not None
-            }
-            # Before anything waits for the device.
-            masks = Masks.of(constraints, hidden.device) if constraints else None
-            rows = [last_row[id(work[number])] - len(work[number].drafts) + draft for number, draft in due]
-            draws = [self._draw(work[number].sequence, draft) for number, draft in due]
-            guided = {
-                row: companion
-                for row, (number, _) in enumerate(due)
-                if (companion := work[number].companion) is not None
-            }
-            rows += [last_row[id(companion)] for companion in guided.values()]
-            logits = self.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
-            if guided:
-                scales = [work[due[row][0]].sequence.guidance_scale for row in guided]
-                logits, companions = logits[: len(due)], logits[len(due) :]
-                guide(logits, list(guided), companions, scales)
-            for (number, _), result in zip(due, sample(logits, draws, masks), strict=True):
-                sampled[number].append(result)
-        return sampled
-
-    def _note_prompts(self, work: Items[Work], batch: Batch, hidden: torch.Tensor) -> None:
-        """Record log probabilities of prompt tokens where they are requested. Each row gives those of the token after it.
-
-        Works on a few rows at a time: memory is measured for the logits of `max_sequences`.
-        """
-        most_rows = self.scheduler.max_sequences
-        for item, last in zip(work, batch.last_rows, strict=True):
-            sequence = item.sequence
-            if sequence.prompt_logprobs is None:
-                continue
-            end = min(item.end, sequence.prompt_length - 1)
-            for start in range(item.start, end, most_rows):
-                chunk = range(start, min(start + most_rows, end))
-                rows = hidden[last + 1 - item.end + chunk.start :][: len(chunk)]
-                tokens = sequence.token_ids[chunk.start + 1 : chunk.stop + 1]
-                logprobs = logprobs_of(self.model.logits(rows), tokens, sequence.sampling.logprobs or 0)
-                sequence.prompt_logprobs.update(zip(chunk, logprobs, strict=True))
-
-    def _draw(self, sequence: Sequence, draft: int) -> Draw:
-        """Return how to sample a sequence's next token, or the token after `draft` drafts."""
-        if sequence.rules is not None:
-            sequence.rules.follow(sequence.output_token_ids)
-        index = sequence.num_outputs + draft
-        return Draw(sequence.sampling, index, self.model.suppress_token_ids, sequence.rules)
-
-    def _inputs(self, work: Items[Work]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return embeddings [rows, hidden], positions [axes, rows] and extras [rows, ...] of prompts and
-        generated tokens."""
-        model, device = self.model, self.model.device
-        generated: list[int] = []
-        generated_positions: list[int] = []
-        segments: list[tuple[Sequence | None, int, int]] = []  # rows of a prompt; None: generated tokens
-        for item in work:
-            sequence = item.sequence
-            cut = min(max(sequence.prompt_length, item.start), item.end)
-            if item.start < cut:
-                segments.append((sequence, item.start, cut))
-            if cut < item.end:
-                first = len(generated)
-                generated += [*sequence.token_ids[cut : item.end], *item.drafts]
-                generated_positions += [sequence.position(index) for index in range(cut, item.end)]
-                segments.append((None, first, len(generated)))
-        generated_embeds, generated_rotary = torch.empty(0), torch.empty(0)
-        generated_extras: dict[str, torch.Tensor] = {}
-        if generated:
-            generated_embeds, generated_extras = model.embed(torch.tensor(generated, device=device))
-            generated_rotary = torch.tensor(generated_positions, device=device).expand(
-                model.position_axes, -1
-            )
-            if len(segments) == sum(segment[0] is None for segment in segments):
-                return generated_embeds, generated_rotary, generated_extras
-        parts: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
-        for owner, start, end in segments:
-            if owner is None:
-                embeds, positions = generated_embeds[start:end], generated_rotary[:, start:end]
-                extras = {name: tensor[start:end] for name, tensor in generated_extras.items()}
-            else:
-                assert owner.prompt is not None
-                embeds, positions, extras = model.rows(owner.prompt, start, end)
-            parts.append((embeds, positions.expand(model.position_axes, -1), extras))
-        joined: dict[str, torch.Tensor] = {}
-        samples = {name: tensor for _, _, extras in parts for name, tensor in extras.items()}
-        for name, like in samples.items():
-            joined[name] = torch.cat(
-                [
-                    extras[name] if name in extras else like.new_zeros(embeds.shape[0], *like.shape[1:])
-                    for embeds, _, extras in parts
-                ]
-            )
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts], dim=1), joined
-
-    def _finish(self, item: Work, results: list[Sampled | None], output: StepOutput) -> None:
-        """Report an item's accepted drafts, and the token after them. The KV of rejected drafts is overwritten later."""
-        sequence, known_end, accepted = item.sequence, item.end - len(item.drafts), 0
-        self.scheduler.finish_chunk(Work(sequence, item.start, known_end, companion=item.companion))
-        self._report(Work(sequence, item.start, known_end), results[0] if results else None, output)
-        for draft, result in zip(item.drafts, results[1:], strict=True):
-            if sequence.sequence_id not in self._sequences or sequence.token_ids[-1] != draft:
-                break
-            accepted += 1
-            self.scheduler.finish_chunk(Work(sequence, known_end, known_end + 1))
-            self._report(Work(sequence, known_end, known_end + 1), result, output)
-            known_end += 1
-        self.scheduler.finish_drafts(item, accepted)
-
-    def _report(self, item: Work, result: Sampled | None, output: StepOutput) -> None:
-        sequence = item.sequence
-        computed, samples = sequence.computed, item.samples  # as of this step, before the new token
-        if samples:
-            if (failure := _grammar_failure(sequence, result)) is not None:
-                self.abort(sequence.sequence_id)
-                output.failed.append((sequence.sequence_id, failure))
-                return
-            if result is None:
-                # The cause may be in the KV of these blocks: no other sequence must find them.
-                self.scheduler.forget(sequence)
-                self.abort(sequence.sequence_id)
-                output.failed.append(
-                    (
-                        sequence.sequence_id,
-                        BadLogitsError(
-                            "the model's logits are not finite; check its weights and its input features"
-                        ),
-                    )
-                )
-                return
-            sequence.append(result.token_id)
-            reason = self._finish_reason(sequence)
-            prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs or {}, None
-            output.tokens.append(
-                SampledToken(
-                    sequence_id=sequence.sequence_id,
-                    index=sequence.num_outputs - 1,
-                    token_id=result.token_id,
-                    finish_reason=reason,
-                    logprob=result.logprob,
-                    top_logprobs=result.top_logprobs,
-                    prompt_logprobs=tuple(prompt_logprobs[place] for place in sorted(prompt_logprobs)),
-                )
-            )
-            if sequence.stop_after_prefill:
-                self.scheduler.hold(sequence)
-                sequence.prompt = None
-            elif reason is not None:
-                self.abort(sequence.sequence_id)
-        if sequence.stop_after_prefill and (samples or computed > sequence.announced):
-            # A cached prefix is ready at once. It is sent in pieces no larger than computed ones.
-            start = min(sequence.announced, computed)
-            for end in (
-                *range(start + self.scheduler.chunk_tokens, computed, self.scheduler.chunk_tokens),
-                computed,
-            ):
-                ready = KvReady(sequence.sequence_id, start, end, last=samples and end == computed)
-                output.kv_ready.append(ready)
-                start = end
-            sequence.announced = computed
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        sampling, newest = sequence.sampling, sequence.token_ids[-1]
-        if newest in self._eos(sampling) or newest in sampling.stop_token_ids:
-            return "stop"
-        if sequence.constraint is not None and sequence.constraint.complete:
-            return "stop"
-        longest = max(part.num_tokens for part in sequence.parts)
-        if sequence.num_outputs >= sampling.max_tokens or longest >= self.max_model_len:
-            return "length"
-        return None
-
-    def _eos(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the end-of-sequence tokens that end an answer."""
-        return frozenset() if sampling.ignore_eos else sampling.eos_token_ids or self.model.eos_token_ids
-
     def _rules(self, sampling: SamplingParams, prompt: Items[int]) -> RuleState | None:
-        return rule_state(sampling, self._eos(sampling) | sampling.stop_token_ids, prompt)
+        return rule_state(sampling, eos_of(self.model, sampling) | sampling.stop_token_ids, prompt)
 
     # --- load -----------------------------------------------------------------------------------------------------
 
@@ -718,13 +465,13 @@ class Engine:
             blocks_total=self.blocks.num_blocks,
             blocks_free=self.blocks.available,
             blocks_reserved=sum(
-                len(r.blocks) - r.shared + len(r.companion_blocks) for r in self._reservations.values()
+                len(r.blocks) - r.shared + len(r.companion_blocks) for r in self.table.reservations.values()
             ),
             block_tokens=self.blocks.block_tokens,
             waiting_sequences=sum(s.places for s in waiting),
             running_sequences=self.scheduler.places,
-            held_sequences=len(self._sequences) - len(running) - len(waiting),
-            reserved_sequences=self._reserved_places,
+            held_sequences=len(self.table.sequences) - len(running) - len(waiting),
+            reserved_sequences=self.table.reserved_places,
             max_sequences=self.scheduler.max_sequences,
             waiting_tokens=sum(s.to_compute for s in prefilling),
             blocked_tokens=sum(s.blocked for s in prefilling),
@@ -748,10 +495,6 @@ class Engine:
         self._arrivals += 1
         return self._arrivals
 
-    def _check_new(self, sequence_id: str) -> None:
-        if sequence_id in self._sequences or sequence_id in self._reservations:
-            raise ValueError(f"sequence {sequence_id} already exists")
-
     def _check_fits(self, prompt_tokens: int, max_tokens: int, companion_tokens: int = 0) -> None:
         if companion_tokens and self.scheduler.max_sequences < 2:
             raise CapacityError(
@@ -765,34 +508,3 @@ class Engine:
             block_tokens=self.blocks.block_tokens,
             companion_tokens=companion_tokens,
         )
-
-
-def _grammar_failure(sequence: Sequence, result: Sampled | None) -> GrammarFailedError | None:
-    """Advance a sequence's constraint over its new token.
-
-    Returns the error to report if that is not possible, or if the mask could not be computed.
-    """
-    if sequence.constraint is None:
-        return None
-    try:
-        sequence.constraint.advance([] if result is None else [result.token_id])
-    except GrammarFailedError as error:
-        return error
-    return None
-
-
-def _failure(error: Exception, sequence: Sequence, work: Work) -> MmdError:
-    """Return the error to report for a sequence that failed although it ran alone."""
-    what = f"tokens [{work.start}, {work.end}) of {sequence.num_tokens}"
-    failure: MmdError
-    if isinstance(error, torch.OutOfMemoryError):
-        failure = OverloadedError(
-            f"the device ran out of memory for {what} alone ({str(error)[:300]}); lower spec.prefill.chunkTokens or the KV "
-            "cache's share of memory"
-        )
-    else:
-        failure = StepFailedError(
-            f"the model failed on {what}, in a separate batch: {type(error).__name__}: {str(error)[:300]}"
-        )
-    failure.__cause__ = error
-    return failure

@@ -2,8 +2,8 @@
 independent of the network.
 
 The core is stepped here and not by vLLM's own loop. So a sequence's blocks can be reserved, read and written
-between two steps, and a core whose requests all wait for features does not spin. This module uses vLLM's
-scheduler, KV cache manager and block pool directly; vLLM's version is pinned.
+between two steps, and a core whose requests all wait for features does not spin. This module, `core_table` and
+`prefix_blocks` use vLLM's scheduler, KV cache manager and block pool directly; vLLM's version is pinned.
 """
 
 from __future__ import annotations
@@ -11,87 +11,51 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from vllm.model_executor.models.interfaces import supports_mrope
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock, get_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
-from mmd_api.contract import answers
 from mmd_api.contract.errors import (
     BadLogitsError,
     CountMismatchError,
     DeviceLostError,
-    GrammarFailedError,
-    MmdError,
     OverloadedError,
     StepFailedError,
     SuspectError,
 )
 from mmd_workers.basics.device import check_device
-from mmd_workers.engine.interface import EngineStats, KvReady, Logprob, SampledToken, StepOutput
-from mmd_workers.engine.memory.blocks import extend_identities, root_of
+from mmd_workers.engine.interface import EngineStats, StepOutput
 from mmd_workers.engine.memory.cache_changes import CacheChanges
-from mmd_workers.engine.memory.sequence_room import blocks_for, check_fits, check_spare, preempted
+from mmd_workers.engine.memory.sequence_room import blocks_for, check_fits, check_spare
 from mmd_workers.engine.pacing.estimates import Estimates
-from mmd_workers.features.references import media_spans
 from mmd_workers.model.grammar import Constraint, Grammars
 from mmd_workers.model.prompt import Feature, KvLayout
+from mmd_workers.vllm_engine.core_table import CoreReservation, CoreSequence, CoreTable
 from mmd_workers.vllm_engine.features import Shelf
 from mmd_workers.vllm_engine.metrics import VllmMetrics
+from mmd_workers.vllm_engine.prefix_blocks import PrefixBlocks
 from mmd_workers.vllm_engine.ranks.kv_of_ranks import Kv
 from mmd_workers.vllm_engine.ranks.rank_executor import RankExecutor
 from mmd_workers.vllm_engine.reasons import FROM_A_RANK, reason
-from mmd_workers.vllm_engine.requests import RequestBuilder, check_unguided, in_order, joined
+from mmd_workers.vllm_engine.requests import (
+    RequestBuilder,
+    check_layout,
+    check_runs,
+    check_unguided,
+    in_order,
+    joined,
+)
 from mmd_workers.vllm_engine.setup.weights import loaded_bytes
+from mmd_workers.vllm_engine.step_outputs import StepOutputs
 from mmd_workers.vllm_engine.structured import StepMasks
 from mmd_workers.wire.messages.message_parts import Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest
 
 MOST_SUSPICIONS = 2  # engine failures in shared steps; then a request is not placed again
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """State of a request in this engine."""
-
-    source: GenerateRequest
-    request: Request
-    first: int  # index of the first token that is generated here
-    stop_after_prefill: bool = False
-    attached: bool = False
-    constraint: Constraint | None = None  # has advanced over all output tokens
-    made: int = 0
-    blocks: list[KVCacheBlock] = field(default_factory=list)  # kept for `read_kv`
-    identities: list[bytes] = field(default_factory=list)  # see `_note_prefix`
-    computed: int = 0  # tokens whose KV is in `blocks`
-    announced: int = 0  # tokens reported as KvReady; a preemption may take their KV away for a while
-
-    @property
-    def decodes(self) -> bool:
-        """True if only the newest token has no KV. A preemption removes all KV, and the sequence prefills again."""
-        without_kv = self.request.num_tokens - self.request.num_computed_tokens
-        return without_kv == 1 and bool(self.made or self.attached)
-
-
-@dataclass(slots=True)
-class _Reservation:
-    blocks: list[KVCacheBlock]
-    prompt_tokens: int
-    shared: int  # leading blocks taken from the prefix cache
-    written: int
-
-
-def _bad_logits(adapter: str) -> BadLogitsError:
-    what = f"adapter {adapter} and the model" if adapter else "the model"
-    return BadLogitsError(
-        f"{what} computed logits that are not numbers; check {'their' if adapter else 'its'} weights and spec.model.dtype"
-    )
 
 
 class VllmCore:
@@ -125,7 +89,6 @@ class VllmCore:
         self._builder = builder
         self.grammars = grammars
         self._kv = kv
-        self._identity_tokens = identity_tokens
         self.feature_row_bytes = feature_row_bytes
         self._num_threads = num_threads
         self._stepping_thread: int | None = None  # identifier of the thread that has stepped
@@ -141,24 +104,17 @@ class VllmCore:
         self.max_model_len = int(config.model_config.max_model_len)
         self._num_drafts = int(config.num_speculative_tokens)
         self._max_sequences = int(config.scheduler_config.max_num_seqs)
-        self._chunk_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        chunk_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._block_tokens = int(core.scheduler.block_size)
         self._num_blocks = int(self._pool.num_gpu_blocks) - 1  # vLLM keeps one for itself
-        self._sequences: dict[str, _Sequence] = {}
-        self._reservations: dict[str, _Reservation] = {}
-        self._prefixes: dict[bytes, tuple[BlockHash, ...]] = {}
-        """By identity, vLLM's hashes of the blocks with its tokens, in order; all of them are cached. If
-        several blocks have these tokens, because they continue differently, the last used one counts."""
-        self._identities_in: dict[BlockHash, set[bytes]] = {}  # `_prefixes` by vLLM's hash
-        self.prefix_changes = CacheChanges()
-        self._pool._emit_block_removed_events = self._evicted  # called for every block that vLLM evicts
         self._failure: Exception | None = None  # error of the step that ended this engine
-        self._reported: dict[
-            str, int
-        ] = {}  # sequences that wait for a feature: computed tokens last reported
-        self._preemptions = self._hit_tokens = self._miss_tokens = 0
         self._estimates = Estimates()
         self.metrics = VllmMetrics(config)
+        self.table = CoreTable(self._scheduler, shelf, self.metrics)
+        self.prefix_blocks = PrefixBlocks(self._manager, self._block_tokens, identity_tokens)
+        self._outputs = StepOutputs(
+            self.table, shelf, self.prefix_blocks, self._num_blocks, chunk_tokens, self.max_model_len
+        )
         self.loaded_bytes = sum(core.model_executor.collective_rpc(loaded_bytes))  # sum of all ranks
 
     @property
@@ -192,7 +148,7 @@ class VllmCore:
         finally:
             self.metrics.paused = False
         self.forget_prefixes()
-        self._hit_tokens = self._miss_tokens = 0
+        self._outputs.hit_tokens = self._outputs.miss_tokens = 0
         self._estimates = Estimates()
 
     def _warm_up(self, adapter: str) -> None:
@@ -200,7 +156,7 @@ class VllmCore:
         request = GenerateRequest("warm-up", 0, "", prompt, [], sampling, [], 0.0, 0.0, adapter=adapter)
         try:
             self.add("warm-up", request, stop_after_prefill=False)
-            while "warm-up" in self._sequences:
+            while "warm-up" in self.table.sequences:
                 for _, error in self.step().failed:
                     if isinstance(error, BadLogitsError):  # any other failure is raised by the next step
                         raise error
@@ -239,7 +195,7 @@ class VllmCore:
             StepFailedError: the model cannot run it.
             ValueError: the id is in use, or nothing is left to generate.
         """
-        self._check_new(name)
+        self.table.check_new(name)
         outputs = request.output_token_ids
         remaining_tokens = request.sampling.max_tokens - len(outputs)
         if remaining_tokens < 1:
@@ -247,9 +203,9 @@ class VllmCore:
                 f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated"
             )
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else remaining_tokens)
-        self._check_layout(request)
+        check_layout(request, self._vocabulary)
         vllm_request = self._build(name, request, outputs, 1 if stop_after_prefill else remaining_tokens)
-        self._sequences[name] = _Sequence(
+        self.table.sequences[name] = CoreSequence(
             request, vllm_request, len(outputs), stop_after_prefill, constraint=constraint
         )
         for ref in request.features:
@@ -262,7 +218,7 @@ class VllmCore:
         Raises:
             CountMismatchError: the feature's number of tokens differs from the prompt layout's, or its width from the model's.
         """
-        if (sequence := self._sequences.get(name)) is None:
+        if (sequence := self.table.sequences.get(name)) is None:
             return
         ref = sequence.source.features[medium]
         if feature.num_tokens != ref.num_tokens:
@@ -280,64 +236,19 @@ class VllmCore:
 
     def abort(self, name: str) -> None:
         """Forget a sequence or reservation in any state and free its blocks and features; unknown ids are ignored."""
-        if (reservation := self._reservations.pop(name, None)) is not None:
-            self._pool.free_blocks(reversed(reservation.blocks))
-        if (sequence := self._sequences.pop(name, None)) is not None:
-            self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-            self._pool.free_blocks(reversed(sequence.blocks))
-            self._shelf.release(name)
-            self._reported.pop(name, None)
-            self.metrics.forget(name)
+        self.table.abort(name)
 
     def _build(
         self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
     ) -> Request:
         """Build vLLM's request, and check that the model can run it."""
         vllm_request = self._builder.build(name, request, output_token_ids, max_tokens)
-        self._check_runs(vllm_request)
+        check_runs(vllm_request, self._model)
         return vllm_request
 
     def _begin(self, request: Request) -> None:
         self.metrics.begin(request)
         self._scheduler.add_request(request)
-
-    def _check_new(self, name: str) -> None:
-        if name in self._sequences or name in self._reservations:
-            raise ValueError(f"sequence id {name} is in use")
-
-    def _check_layout(self, request: GenerateRequest) -> None:
-        """Refuse a prompt that would end the engine in its step, and then that of the next pod the request is placed on."""
-        length = len(request.token_ids)
-        ids = [*request.token_ids, *request.output_token_ids]
-        if not ids or min(ids) < 0 or max(ids) >= self._vocabulary:
-            raise StepFailedError(f"a token of the prompt is not one of the model's {self._vocabulary}")
-        for ref in request.features:
-            ends = [0, *(end for start, count in ref.ranges for end in (start, start + count))]
-            if (
-                not ref.ranges
-                or sum(count for _, count in ref.ranges) != ref.num_tokens
-                or ends != sorted(ends)
-                or ends[-1] > length
-            ):
-                raise StepFailedError(
-                    f"the placeholders of a {ref.modality} do not fit into the prompt of {length} tokens; gateway and language model serve "
-                    "different models or versions"
-                )
-
-    def _check_runs(self, request: Request) -> None:
-        """Compute rotary positions as the model does in its first step, where a missing fact would end the engine."""
-        if (model := self._model) is None:
-            return
-        tokens = request.prompt_token_ids or []
-        try:
-            positions, _ = model.get_mrope_input_positions(tokens, request.mm_features)
-            if positions.shape[-1] != len(tokens):
-                raise ValueError(f"{positions.shape[-1]} positions for {len(tokens)} tokens")
-        except Exception as error:
-            raise StepFailedError(
-                f"vLLM cannot place the media of this prompt: {type(error).__name__}: {error}; gateway and language model serve different "
-                "models or versions"
-            ) from error
 
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         check_fits(
@@ -358,7 +269,7 @@ class VllmCore:
         Raises:
             KeyError: there is no such sequence.
         """
-        sequence = self._sequences[name]
+        sequence = self.table.sequences[name]
         assert self._kv is not None
         if end > sequence.computed:
             return None
@@ -382,15 +293,15 @@ class VllmCore:
             OverloadedError: there are no blocks or no sequence slot now.
             UnsupportedParameterError: the sequence has a companion.
         """
-        self._check_new(name)
+        self.table.check_new(name)
         check_unguided(companion_tokens)
         self._check_fits(prompt_tokens, max_tokens)
         assert self._kv is not None
-        there = len(self._reservations) + sum(self._scheduler.get_request_counts())
+        there = len(self.table.reservations) + sum(self._scheduler.get_request_counts())
         if there >= self._max_sequences:
             raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
         first_step = min(prompt_tokens + 1 + self._num_drafts, self.max_model_len)
-        shared = self._cached_blocks(prefix, prompt_tokens)
+        shared = self.prefix_blocks.cached(prefix, prompt_tokens)
         needed = blocks_for(first_step, self._block_tokens) - len(shared)
         free = self._pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in shared)
         check_spare(needed, there, free, self._num_blocks)
@@ -401,7 +312,7 @@ class VllmCore:
         self._pool.touch(shared)
         blocks = [*shared, *self._pool.get_new_blocks(needed)]
         cached = len(shared) * self._block_tokens
-        self._reservations[name] = _Reservation(blocks, prompt_tokens, len(shared), cached)
+        self.table.reservations[name] = CoreReservation(blocks, prompt_tokens, len(shared), cached)
         try:
             # Blocks that the prompt fills are written entirely before attention reads them.
             partly = blocks[prompt_tokens // self._block_tokens :]
@@ -411,24 +322,6 @@ class VllmCore:
             raise
         return cached
 
-    def _cached_blocks(self, prefix: Sequence[bytes], prompt_tokens: int) -> list[KVCacheBlock]:
-        """Return vLLM's leading blocks with the KV of these identities' tokens, as far as they are cached."""
-        size, blocks = self._identity_tokens, list[KVCacheBlock]()
-        for number, identity in enumerate(prefix):
-            hashes = self._prefixes.get(identity, ())
-            covered_blocks = min(prompt_tokens, (number + 1) * size) // self._block_tokens
-            for index, block_hash in enumerate(hashes, number * size // self._block_tokens):
-                if len(blocks) <= index < covered_blocks:
-                    if (
-                        index > len(blocks)
-                        or (cached := self._pool.get_cached_block(block_hash, [0])) is None
-                    ):
-                        return blocks
-                    blocks.extend(cached)
-            if not hashes:
-                break
-        return blocks
-
     def write_kv(self, name: str, start: int, tensors: list[torch.Tensor]) -> None:
         """Write the KV of the tokens from `start` on to reserved blocks. Ranges come in order.
 
@@ -436,7 +329,7 @@ class VllmCore:
             KeyError: nothing is reserved under this id.
             CountMismatchError: a gap, more tokens than reserved, or another model's geometry.
         """
-        reservation = self._reservations[name]
+        reservation = self.table.reservations[name]
         assert self._kv is not None
         tokens = tensors[0].shape[1] if tensors else 0
         layout = self._kv.layout
@@ -469,24 +362,24 @@ class VllmCore:
             CountMismatchError: the KV of some token has not been written. The reservation stays.
             StepFailedError: the model cannot run it. The reservation stays.
         """
-        reservation = self._reservations[name]
+        reservation = self.table.reservations[name]
         num_tokens = len(request.token_ids) + len(output_token_ids)
         if reservation.written != num_tokens - 1:
             raise CountMismatchError(
                 f"KV of {reservation.written} tokens of {name} was written, but {num_tokens - 1} are known"
             )
         self._check_fits(num_tokens, 1)
-        self._check_layout(request)
+        check_layout(request, self._vocabulary)
         remaining_tokens = request.sampling.max_tokens - len(output_token_ids)
         vllm_request = self._build(name, request, output_token_ids, remaining_tokens)
         self._adopt(vllm_request, reservation, num_tokens - 1)
-        del self._reservations[name]
-        self._sequences[name] = _Sequence(
+        del self.table.reservations[name]
+        self.table.sequences[name] = CoreSequence(
             request, vllm_request, len(output_token_ids), attached=True, constraint=constraint
         )
         self._begin(vllm_request)
 
-    def _adopt(self, request: Request, reservation: _Reservation, tokens: int) -> None:
+    def _adopt(self, request: Request, reservation: CoreReservation, tokens: int) -> None:
         """Give a request the blocks with the KV of its first tokens, as if it had computed them."""
         (manager,) = self._manager.coordinator.single_type_managers
         manager.req_to_blocks[request.request_id] = list(reservation.blocks)
@@ -530,11 +423,11 @@ class VllmCore:
         preempted = self._plan.preempted_req_ids if self._plan is not None else None
         self.metrics.record(outputs.values(), len(preempted or ()))
         output = StepOutput()
-        self._note_plan(output)
+        self._outputs.note_plan(self._plan, output)
         for client_outputs in outputs.values():
             for result in client_outputs.outputs:
-                self._note_output(result, output)
-        self._announce(output)
+                self._outputs.note_output(result, output)
+        self._outputs.announce(self._plan, output)
         output.duration_seconds = time.perf_counter() - started
         self._estimates.add(output)
         return output
@@ -548,7 +441,7 @@ class VllmCore:
         only a request that is already suspected is not placed again.
         """
         names = list(self._plan.num_scheduled_tokens) if self._plan is not None else []
-        sources = {name: self._sequences[name].source for name in names if name in self._sequences}
+        sources = {name: self.table.sequences[name].source for name in names if name in self.table.sequences}
         in_rank = FROM_A_RANK.match(str(error))  # vLLM passes on only the text
         if isinstance(error, torch.OutOfMemoryError) or (in_rank and "out of memory" in in_rank[1]):
             out_of_memory = OverloadedError(
@@ -584,209 +477,33 @@ class VllmCore:
         """
         self._plan = plan
         for name in plan.preempted_req_ids or ():
-            if (sequence := self._sequences.get(name)) is not None:
-                self._release_blocks(sequence)
+            if (sequence := self.table.sequences.get(name)) is not None:
+                self.table.release_blocks(sequence)
         for name in plan.num_scheduled_tokens:
-            if (sequence := self._sequences.get(name)) is not None and sequence.stop_after_prefill:
-                self._keep_blocks(sequence)
+            if (sequence := self.table.sequences.get(name)) is not None and sequence.stop_after_prefill:
+                self.table.keep_blocks(sequence)
 
     def _masks(self, plan: SchedulerOutput) -> StepMasks | None:
         """Return the grammar masks of the requests that get a token in this step."""
         constraints = {
             name: sequence.constraint
             for name in plan.num_scheduled_tokens
-            if (sequence := self._sequences.get(name)) is not None
+            if (sequence := self.table.sequences.get(name)) is not None
             and sequence.constraint is not None
             and not sequence.request.is_prefill_chunk
         }
         return StepMasks.of(constraints, self._mask_device) if constraints else None
 
-    def _note_plan(self, output: StepOutput) -> None:
-        """Report what vLLM chose to run: admissions, preemptions, and the number of tokens of each kind."""
-        for name, tokens in self._shelf.short.items():
-            if self._reported.get(name) != tokens:
-                output.admitted[name] = self._reported[name] = tokens
-        if (plan := self._plan) is None:
-            return
-        for new_request in plan.scheduled_new_reqs:
-            if (sequence := self._sequences.get(new_request.req_id)) is not None and not sequence.attached:
-                output.admitted[new_request.req_id] = new_request.num_computed_tokens
-                self._hit_tokens += new_request.num_computed_tokens
-                self._miss_tokens += (
-                    len(sequence.request.prompt_token_ids or ()) - new_request.num_computed_tokens
-                )
-        for name, tokens in plan.num_scheduled_tokens.items():
-            if (sequence := self._sequences.get(name)) is None:
-                continue
-            output.sequences += 1
-            drafts = plan.scheduled_spec_decode_tokens.get(name, ())
-            if tokens == 1 + len(drafts) and (sequence.made or sequence.attached):
-                output.decode_sequences += 1
-            else:
-                output.prefill_tokens += tokens
-        for name in plan.preempted_req_ids or ():
-            self._preemptions += 1
-            output.changed = True
-            if (sequence := self._sequences.get(name)) is not None and sequence.attached:
-                self.abort(name)  # its KV came from another pod, and its media are not on this one
-                output.failed.append((name, preempted(self._num_blocks, sequence.first + sequence.made)))
-
-    def _keep_blocks(self, sequence: _Sequence) -> None:
-        """Keep a reference to a prefilling sequence's blocks until `abort`: vLLM frees its own when the prefill ends."""
-        blocks = self._manager.get_blocks(sequence.request.request_id).blocks[0]
-        new_blocks = blocks[len(sequence.blocks) :]
-        self._pool.touch(new_blocks)
-        sequence.blocks += new_blocks
-
-    def _release_blocks(self, sequence: _Sequence) -> None:
-        """Release a preempted sequence's blocks: sequences that each kept half of the pool would wait for one another.
-
-        vLLM computes the tokens again, or finds them in its prefix cache.
-        """
-        self._pool.free_blocks(reversed(sequence.blocks))
-        sequence.blocks = []
-        sequence.computed = 0
-
-    def _note_output(self, result: EngineCoreOutput, output: StepOutput) -> None:
-        name = result.request_id
-        if (sequence := self._sequences.get(name)) is None:
-            return
-        if result.num_nans_in_logits:
-            self._abort_spoiled(name, sequence)
-            output.failed.append((name, _bad_logits(sequence.source.adapter)))
-            return
-        if result.new_token_ids:  # the sequence continues from KV alone
-            self._shelf.release(name)
-            self._reported.pop(name, None)  # after a preemption, its role has to bring the features again
-        complete = False
-        for number, token in enumerate(result.new_token_ids):
-            last = number == len(result.new_token_ids) - 1
-            if sequence.constraint is not None:
-                try:
-                    sequence.constraint.advance([token])
-                except GrammarFailedError as error:
-                    self.abort(name)
-                    output.failed.append((name, error))
-                    return
-                complete = sequence.constraint.complete
-            finish_reason = self._finish_reason(sequence, result.finish_reason) if last else None
-            if complete:
-                finish_reason = "stop"
-            logprob, top = _logprobs(result, number, sequence.source.sampling.logprobs)
-            prompt_logprobs = _prompt_logprobs(result) if number == 0 else ()
-            output.tokens.append(
-                SampledToken(
-                    name, sequence.first + sequence.made, token, finish_reason, logprob, top, prompt_logprobs
-                )
-            )
-            sequence.made += 1
-            if sequence.made == 1:
-                self._note_prefix(sequence)
-        ended = result.finish_reason is not None
-        if ended and not result.new_token_ids:
-            self.abort(name)
-            output.failed.append((name, _failure(result)))
-        elif (ended or complete) and not sequence.stop_after_prefill:
-            self._note_prefix(sequence)
-            self.abort(name)
-
-    def _abort_spoiled(self, name: str, sequence: _Sequence) -> None:
-        """Abort a sequence whose KV may not be numbers, so that no other sequence finds it.
-
-        Its blocks are zeroed before they are allocated again.
-        """
-        blocks = {block.block_id for block in sequence.blocks}
-        blocks.update(block for group in self._manager.get_block_ids(name) for block in group)
-        for block_hash in sequence.request.block_hashes:
-            blocks.update(block.block_id for block in self._pool.get_cached_block(block_hash, [0]) or ())
-        self._pool.evict_blocks(blocks)
-        self.abort(name)
-
-    def _finish_reason(
-        self, sequence: _Sequence, vllm_reason: FinishReason | None
-    ) -> answers.FinishReason | None:
-        """Return vLLM's reason; None for a sequence that ends here after its prefill and continues elsewhere."""
-        if vllm_reason is FinishReason.STOP:
-            return "stop"
-        if vllm_reason is not FinishReason.LENGTH:
-            return None
-        outputs = sequence.first + sequence.made + 1
-        room = len(sequence.source.token_ids) + outputs < self.max_model_len
-        continues = sequence.stop_after_prefill and room and outputs < sequence.source.sampling.max_tokens
-        return None if continues else "length"
-
-    def _announce(self, output: StepOutput) -> None:
-        """Report ranges of prompts whose KV has been computed, or found in the prefix cache; none is longer
-        than a chunk."""
-        if (plan := self._plan) is None:
-            return
-        for name in plan.num_scheduled_tokens:
-            sequence = self._sequences.get(name)
-            if sequence is None or not sequence.stop_after_prefill:
-                continue
-            prompt_tokens = len(sequence.request.prompt_token_ids or ())
-            ready = (
-                prompt_tokens
-                if sequence.made
-                else min(prompt_tokens, int(sequence.request.num_computed_tokens))
-            )
-            sequence.computed = ready
-            while sequence.announced < ready:
-                end = min(ready, sequence.announced + self._chunk_tokens)
-                output.kv_ready.append(KvReady(name, sequence.announced, end, end == prompt_tokens))
-                sequence.announced = end
-
     # --- prefixes -------------------------------------------------------------------------------------------------
 
     def forget_prefixes(self) -> bool:
         """Empty the prefix cache. False: sequences use blocks of it."""
-        if not self._manager.reset_prefix_cache():
-            return False
-        self._prefixes.clear()
-        self._identities_in.clear()
-        self.prefix_changes.clear()
-        return True
+        return self.prefix_blocks.clear()
 
-    def _note_prefix(self, sequence: _Sequence) -> None:
-        """Record the blocks of all tokens so far under the identities that routers and other pods use.
-
-        These are independent of the size of vLLM's blocks.
-        """
-        request, size = sequence.request, self._identity_tokens
-        if not self._manager.enable_caching:
-            return
-        tokens, identities = list(request.all_token_ids), sequence.identities
-        covered = min(len(tokens) // self._block_tokens, len(request.block_hashes)) * self._block_tokens
-        source = sequence.source
-        spans, root = media_spans(source.features), root_of(source.adapter, source.cache_salt)
-        extend_identities(identities, tokens, spans, size, covered // size, root)
-        for number, identity in enumerate(identities):
-            first, last = number * size, (number + 1) * size - 1
-            blocks = tuple(request.block_hashes[first // self._block_tokens : last // self._block_tokens + 1])
-            if self._prefixes.get(identity) != blocks and all(map(self._is_cached, blocks)):
-                self._forget_identity(identity)
-                self._prefixes[identity] = blocks
-                for block_hash in blocks:
-                    self._identities_in.setdefault(block_hash, set()).add(identity)
-                self.prefix_changes.add(identity)
-
-    def _is_cached(self, block_hash: BlockHash) -> bool:
-        return self._pool.get_cached_block(block_hash, [0]) is not None
-
-    def _forget_identity(self, identity: bytes) -> None:
-        """Remove an identity from its blocks; nothing happens if it has none."""
-        for block_hash in self._prefixes.pop(identity, ()):
-            self._identities_in[block_hash].discard(identity)
-            if not self._identities_in[block_hash]:
-                del self._identities_in[block_hash]
-        self.prefix_changes.remove(identity)
-
-    def _evicted(self, evicted: list[BlockHashWithGroupId]) -> None:
-        """Forget identities of blocks that vLLM has evicted, unless another cached block has the same tokens."""
-        for block_hash in map(get_block_hash, evicted):
-            if not self._is_cached(block_hash):
-                for identity in tuple(self._identities_in.get(block_hash, ())):
-                    self._forget_identity(identity)
+    @property
+    def prefix_changes(self) -> CacheChanges:
+        """Blocks that the prefix cache has gained and lost, for locality in routing."""
+        return self.prefix_blocks.changes
 
     # --- figures --------------------------------------------------------------------------------------------------
 
@@ -796,29 +513,29 @@ class VllmCore:
         self.metrics.refresh(scheduler.make_stats())
         running, waiting = scheduler.get_request_counts()
         unfinished = [
-            s for name, s in self._sequences.items() if name in scheduler.requests and not s.decodes
+            s for name, s in self.table.sequences.items() if name in scheduler.requests and not s.decodes
         ]
-        held_sequences = sum(name not in scheduler.requests for name in self._sequences)
+        held_sequences = sum(name not in scheduler.requests for name in self.table.sequences)
         return EngineStats(
             blocks_total=self._num_blocks,
             blocks_free=self._pool.get_num_free_blocks(),
-            blocks_reserved=sum(len(r.blocks) - r.shared for r in self._reservations.values()),
+            blocks_reserved=sum(len(r.blocks) - r.shared for r in self.table.reservations.values()),
             block_tokens=self._block_tokens,
             waiting_sequences=waiting,
             running_sequences=running,
             held_sequences=held_sequences,
-            reserved_sequences=len(self._reservations),
+            reserved_sequences=len(self.table.reservations),
             max_sequences=self._max_sequences,
             waiting_tokens=sum(s.request.num_tokens - s.request.num_computed_tokens for s in unfinished),
             blocked_tokens=sum(self._blocked(s) for s in unfinished),
-            preemptions=self._preemptions,
-            prefix_hit_tokens=self._hit_tokens,
-            prefix_miss_tokens=self._miss_tokens,
+            preemptions=self._outputs.preemptions,
+            prefix_hit_tokens=self._outputs.hit_tokens,
+            prefix_miss_tokens=self._outputs.miss_tokens,
             prefill_tokens_per_second=self._estimates.prefill_tokens_per_second,
             itl_seconds=self._estimates.itl_seconds,
         )
 
-    def _blocked(self, sequence: _Sequence) -> int:
+    def _blocked(self, sequence: CoreSequence) -> int:
         """Return the number of tokens after a missing feature."""
         request = sequence.request
         missing = [ref for ref in in_order(sequence.source.features) if ref.feature_id not in self._shelf]
@@ -833,32 +550,3 @@ def set_num_threads(count: int) -> None:
     and run with another. vLLM replaces torch's public function by one that does nothing.
     """
     torch._C.set_num_threads(count)
-
-
-def _failure(result: EngineCoreOutput) -> MmdError:
-    """Return the error for a request that vLLM ended. vLLM gives no reason; its log has one."""
-    return StepFailedError(
-        f"vLLM ended the request ({result.finish_reason}); its log, above this line, has the reason"
-    )
-
-
-def _logprobs(
-    result: EngineCoreOutput, number: int, count: int | None
-) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    """Return a token's log probability, and those of the most likely tokens."""
-    if count is None or result.new_logprobs is None:
-        return None, ()
-    ids = result.new_logprobs.logprob_token_ids[number].tolist()
-    values = result.new_logprobs.logprobs[number].tolist()
-    return values[0], tuple(zip(ids[1 : count + 1], values[1 : count + 1], strict=True))
-
-
-def _prompt_logprobs(result: EngineCoreOutput) -> tuple[Logprob, ...]:
-    """Return log probabilities of the prompt's tokens from the second on, and of the likeliest tokens in their places.
-
-    They come with the first output token.
-    """
-    if (tensors := result.new_prompt_logprobs_tensors) is None:
-        return ()
-    rows = zip(tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist(), strict=True)
-    return tuple((values[0], tuple(zip(ids[1:], values[1:], strict=True))) for ids, values in rows)

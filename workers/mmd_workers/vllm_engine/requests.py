@@ -157,6 +157,45 @@ class RequestBuilder:
         )
 
 
+def check_layout(request: GenerateRequest, vocab_size: int) -> None:
+    """Refuse a prompt that would end the engine in its step, and then that of the next pod the request is placed on."""
+    length = len(request.token_ids)
+    ids = [*request.token_ids, *request.output_token_ids]
+    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+        raise StepFailedError(f"a token of the prompt is not one of the model's {vocab_size}")
+    for ref in request.features:
+        ends = [0, *(end for start, count in ref.ranges for end in (start, start + count))]
+        if (
+            not ref.ranges
+            or sum(count for _, count in ref.ranges) != ref.num_tokens
+            or ends != sorted(ends)
+            or ends[-1] > length
+        ):
+            raise StepFailedError(
+                f"the placeholders of a {ref.modality} do not fit into the prompt of {length} tokens; gateway and language model serve "
+                "different models or versions"
+            )
+
+
+def check_runs(request: Request, model: Any | None) -> None:
+    """Compute rotary positions as the model does in its first step, where a missing fact would end the engine.
+
+    `model`: None if it has no such positions.
+    """
+    if model is None:
+        return
+    tokens = request.prompt_token_ids or []
+    try:
+        positions, _ = model.get_mrope_input_positions(tokens, request.mm_features)
+        if positions.shape[-1] != len(tokens):
+            raise ValueError(f"{positions.shape[-1]} positions for {len(tokens)} tokens")
+    except Exception as error:
+        raise StepFailedError(
+            f"vLLM cannot place the media of this prompt: {type(error).__name__}: {error}; gateway and language model serve different "
+            "models or versions"
+        ) from error
+
+
 def check_unguided(companion_tokens: int) -> None:
     """Refuse a request with a companion. Its gateway does not know yet that vLLM is the engine.
 

@@ -20,8 +20,9 @@ from mmd_workers.gateway.api.accounting import count_tokens
 from mmd_workers.gateway.api.gateway import Gateway
 from mmd_workers.gateway.content.chat_request import GenerationRequest
 from mmd_workers.gateway.intake.fallback import Fallback
-from mmd_workers.gateway.intake.intake import MAX_SEED, Prepared
 from mmd_workers.gateway.intake.omissions import HEADERS, headers_of
+from mmd_workers.gateway.intake.prepared import Prepared
+from mmd_workers.gateway.intake.sampling import MAX_SEED
 from mmd_workers.gateway.placement.admission import Admission, EndedAnswer
 from mmd_workers.gateway.placement.router import FeatureNeed, RouteRequest
 from mmd_workers.gateway.placement.sequence_state import SequenceSpec

@@ -22,7 +22,8 @@ from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.media_hold import Budget, MediaHold
 from mmd_workers.gateway.idempotency.repeats import Repeats
 from mmd_workers.gateway.intake.encode_on_upload import EncodeOnUpload
-from mmd_workers.gateway.intake.intake import Intake, Prepared
+from mmd_workers.gateway.intake.intake import Intake
+from mmd_workers.gateway.intake.prepared import Prepared
 from mmd_workers.gateway.intake.tenant_files import Files
 from mmd_workers.gateway.picker.endpoint_picker import EndpointPicker
 from mmd_workers.gateway.placement.admission import Admission, FairAdmission

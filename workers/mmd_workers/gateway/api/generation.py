@@ -19,8 +19,8 @@ from mmd_workers.gateway.content.chat_request import ChatRequest, GenerationRequ
 from mmd_workers.gateway.content.completion_request import CompletionRequest
 from mmd_workers.gateway.content.translation import TranslatedRequest
 from mmd_workers.gateway.idempotency.repeats import keyed_request
-from mmd_workers.gateway.intake.intake import Prepared
 from mmd_workers.gateway.intake.omissions import headers_of
+from mmd_workers.gateway.intake.prepared import Prepared
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 _Chat = TypeVar("_Chat", bound=ChatRequest)

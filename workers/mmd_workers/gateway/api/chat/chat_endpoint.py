@@ -6,7 +6,7 @@ from mmd_workers.gateway.answers.exchange import Exchange
 from mmd_workers.gateway.api.chat.chat_shape import ChatShape
 from mmd_workers.gateway.api.generation import Conversations
 from mmd_workers.gateway.content.chat_request import ChatRequest, parse_chat_request
-from mmd_workers.gateway.intake.intake import Prepared
+from mmd_workers.gateway.intake.prepared import Prepared
 
 
 class ChatCompletions(Conversations[ChatRequest]):

@@ -10,7 +10,7 @@ from mmd_workers.gateway.api.completions.text_shape import TextShape
 from mmd_workers.gateway.api.generation import Generation
 from mmd_workers.gateway.basics.media_hold import RequestReservation
 from mmd_workers.gateway.content.completion_request import CompletionRequest, parse_completion_request
-from mmd_workers.gateway.intake.intake import Prepared
+from mmd_workers.gateway.intake.prepared import Prepared
 
 
 class TextCompletions(Generation[CompletionRequest]):

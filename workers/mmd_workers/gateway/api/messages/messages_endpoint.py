@@ -17,7 +17,7 @@ from mmd_workers.gateway.api.messages.messages_request import (
 from mmd_workers.gateway.api.messages.messages_shape import MessagesErrors, MessagesShape
 from mmd_workers.gateway.basics.media_hold import RequestReservation
 from mmd_workers.gateway.content.translation import TranslatedRequest
-from mmd_workers.gateway.intake.intake import Prepared
+from mmd_workers.gateway.intake.prepared import Prepared
 
 ID_HEADER = "request-id"
 

@@ -9,7 +9,7 @@ from mmd_workers.gateway.api.responses.responses_request import parse_responses_
 from mmd_workers.gateway.api.responses.responses_shape import ResponseFailure, ResponsesErrors, ResponsesShape
 from mmd_workers.gateway.basics.media_hold import RequestReservation
 from mmd_workers.gateway.content.translation import TranslatedRequest
-from mmd_workers.gateway.intake.intake import Prepared
+from mmd_workers.gateway.intake.prepared import Prepared
 
 
 class Responses(Translations):
