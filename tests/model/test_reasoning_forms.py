@@ -8,8 +8,8 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mmd_workers.model.call_forms import probed_call
 from mmd_workers.model.reasoning import Begin, Reasoning, Render, found_reasoning, with_reasoning
-from mmd_workers.model.tool_calls import probed_call
 
 TEXT = "{% for p in m.content %}{{ p.text }}{% endfor %}"
 TURNS = "{% for m in messages %}<|{{ m.role }}|>REASONING" + TEXT + "{% endfor %}"

@@ -15,8 +15,8 @@ from transformers.video_utils import VideoMetadata
 from mmd_api.contract.errors import UnsupportedInputError
 from mmd_api.spec.media import MediaPolicy, VideoPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.media.amount import MediaShare
 from mmd_workers.media.choice import NO_CHOICE, FoundFrame, FoundFrames, SamplingChoice, thinned
+from mmd_workers.media.reduction import MediaShare
 from mmd_workers.model import frontend
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.inputs import MediaInputs

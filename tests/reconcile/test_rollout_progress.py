@@ -10,7 +10,7 @@ import pytest
 from mmd_api.status import RolloutProgress
 from mmd_operator.observed.observed import Observed, child_of
 from mmd_operator.rollout.next_step import Step
-from mmd_operator.rollout.rollout_progress import (
+from mmd_operator.rollout.rollout_deadline import (
     advanced,
     clock_of,
     fallback_revision,

@@ -15,7 +15,7 @@ from mmd_operator.observed.observed import Child, Observed, PodView, child_of, p
 from mmd_operator.resources.naming import WEIGHTS
 from mmd_operator.resources.plan import plan_objects
 from mmd_operator.rollout.next_step import Step, next_step
-from mmd_operator.rollout.rollout_progress import advanced, clock_of
+from mmd_operator.rollout.rollout_deadline import advanced, clock_of
 from mmd_operator.status.weights_download import (
     WeightsDownload,
     weights_problems,

@@ -21,7 +21,7 @@ from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill.handover import KvSender
+from mmd_workers.prefill.kv_sender import KvSender
 from mmd_workers.prefill.prefill_service import PrefillService
 from mmd_workers.sequences.native import NativeEngine
 from mmd_workers.sequences.token_publisher import SequenceBook

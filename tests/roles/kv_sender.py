@@ -12,7 +12,7 @@ from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.prefill.handover import KvSender
+from mmd_workers.prefill.kv_sender import KvSender
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages.decode import KvRelease
 from mmd_workers.wire.messages.message_parts import Sampling

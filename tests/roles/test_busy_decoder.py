@@ -26,8 +26,8 @@ from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill import handover
-from mmd_workers.prefill.handover import Finished, KvSender, Ranges, prefix_of
+from mmd_workers.prefill import kv_sender
+from mmd_workers.prefill.kv_sender import Finished, KvSender, Ranges, prefix_of
 from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages.decode import KvChunk, KvCommit, KvOffer
@@ -198,12 +198,12 @@ async def test_a_transfer_is_reported_before_its_answer_ends(connect: Connect) -
 
 async def test_a_step_longer_than_the_offer_wait_takes_one_reservation() -> None:
     memory, offers = Memory(), list[KvOffer]()
-    engine = BusyEngine(2.5 * handover.OFFER_SECONDS, memory.clock)
+    engine = BusyEngine(2.5 * kv_sender.OFFER_SECONDS, memory.clock)
     async with pair(memory.connect, engine, clock=memory.clock) as (sender, _):
         await note(memory, "kv_offer", KvOffer, offers)
         reserving = asyncio.create_task(sender.reserve(request(seconds=600.0)))
         await until(lambda: engine.asked)
-        await memory.clock.let_pass(2.5 * handover.OFFER_SECONDS)
+        await memory.clock.let_pass(2.5 * kv_sender.OFFER_SECONDS)
         reservation = await reserving
         assert reservation.grant.granted
         assert (engine.log, len(offers)) == (["reserve"], 3)
@@ -221,7 +221,7 @@ async def test_a_silent_decoder_holds_no_request_while_another_has_room() -> Non
         await cast(Any, DecodeService)(*parts).start()
         reserving = asyncio.create_task(sender.reserve(request(seconds=600.0)))
         await until(lambda: engine.asked)
-        await memory.clock.let_pass(handover.OFFER_SECONDS)
+        await memory.clock.let_pass(kv_sender.OFFER_SECONDS)
         reservation = await reserving
         assert (reservation.pod, engine.log, idle.log) == ("decode-1", [], ["reserve"])
         await reservation.link
@@ -242,7 +242,7 @@ async def test_a_step_longer_than_the_reply_waits_only_delays_a_commit() -> None
         await memory.until(handing.done)  # the sender may pause just now before it asks again
         await handing
         assert engine.log == HANDED_OVER
-        most = 30.0 / handover.REPLY_SECONDS
+        most = 30.0 / kv_sender.REPLY_SECONDS
         assert most * 0.8 < len(commits) <= most
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mmd_api.contract.errors import EngineDeadError, PeerLostError, StepFailedError
 from mmd_api.pipeline import PipelineConfig
-from mmd_workers.decode.prompts import PromptService
+from mmd_workers.decode.local_prompts import PromptService
 from mmd_workers.engine.interface import StepOutput
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.prefill.prefill_service import PrefillService

@@ -11,7 +11,7 @@ import pytest
 
 from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_workers.kv.links import PairLink
-from mmd_workers.prefill.handover import (
+from mmd_workers.prefill.kv_sender import (
     LONGEST_STEP_SECONDS,
     OFFER_SECONDS,
     REPLY_SECONDS,

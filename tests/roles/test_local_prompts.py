@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mmd_api.contract.errors import DrainingError, OverloadedError, RequestCancelledError
-from mmd_workers.decode.prompts import PromptService
+from mmd_workers.decode.local_prompts import PromptService
 from mmd_workers.engine.interface import SampledToken, StepOutput
 from mmd_workers.engine.runner import EngineRunner
 from mmd_workers.model.grammar import Grammars

@@ -15,7 +15,9 @@ SOURCES = "\n".join(
     for path in Path(mmd_workers.__path__[0]).rglob("*.py")
     if path.name != "metrics.py" or path.parent.name != "observe"
 )
-NAMES = sorted(name for name in vars(Metrics()) if name not in ("registry", "catalogue", "families") and name[0] != "_")
+NAMES = sorted(
+    name for name in vars(Metrics()) if name not in ("registry", "catalogue", "families") and name[0] != "_"
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmd_api.contract.errors import CapacityError, LayoutMismatchError, MmdError
-from mmd_workers.decode.queue import REPEAT_SECONDS, OfferQueue
+from mmd_workers.decode.offer_queue import REPEAT_SECONDS, OfferQueue
 from mmd_workers.wire.messages.decode import KvGrant, KvOffer, KvRelease
 from support.harness.waiting import DEADLINE_SECONDS
 

@@ -35,8 +35,8 @@ from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
-from mmd_workers.prefill import handover
-from mmd_workers.prefill.handover import KvSender
+from mmd_workers.prefill import kv_sender
+from mmd_workers.prefill.kv_sender import KvSender
 from mmd_workers.process.warmup import media_steps, warm_up
 from mmd_workers.sequences.token_publisher import SequenceBook
 from mmd_workers.wire import codec
@@ -199,7 +199,7 @@ async def test_a_link_is_made_before_a_request_needs_it_and_reserves_nothing(con
 async def test_decoders_that_come_together_get_no_more_links_ahead_than_the_limit(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "LINKS_AHEAD", 2)
+    monkeypatch.setattr(kv_sender, "LINKS_AHEAD", 2)
     decode, decoders = await connect("decode-0"), [f"decode-{n}" for n in range(4)]
     linked = Linked(decode, await connect("prefill-0"), decoders)
     for service in linked.services:

@@ -27,7 +27,7 @@ from mmd_workers.features.references import media_end
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.model.prompt import Feature, LoweredPrompt, MediumLayout, PromptLayout
 from mmd_workers.model.source import load_config, resolve_dtype
-from mmd_workers.prefill.handover import prefix_of
+from mmd_workers.prefill.kv_sender import prefix_of
 from mmd_workers.process.pod import Pod
 from mmd_workers.vllm_engine.setup.environment import prepare_environment
 from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling

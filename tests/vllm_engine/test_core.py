@@ -21,7 +21,7 @@ from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from mmd_workers.engine.memory.blocks import extend_identities
 from mmd_workers.features.references import media_spans
 from mmd_workers.model.prompt import Feature
-from mmd_workers.prefill.handover import prefix_of
+from mmd_workers.prefill.kv_sender import prefix_of
 from mmd_workers.vllm_engine.features import LEAST_AHEAD_TOKENS
 from support.oracles import engine_oracle
 from support.oracles import model_zoo as zoo

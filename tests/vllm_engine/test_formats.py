@@ -17,11 +17,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from mmd_workers.gateway.constraints.call_parser import CallParser
-from mmd_workers.gateway.constraints.detokenizer import IncrementalDetokenizer
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningParser
+from mmd_workers.gateway.output.call_parser import CallParser
+from mmd_workers.gateway.output.detokenizer import IncrementalDetokenizer
+from mmd_workers.gateway.output.reasoning_parser import ReasoningParser
+from mmd_workers.model.call_forms import FORMS, MAY_BE_TOKENS, Spelling
 from mmd_workers.model.reasoning import BLANK, MARKERS, Reasoning
-from mmd_workers.model.tool_calls import FORMS, MAY_BE_TOKENS, Spelling
 from mmd_workers.vllm_engine.setup.environment import prepare_environment
 from support.oracles import random_model
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmd_api.contract.errors import CapacityError, CountMismatchError, OverloadedError
-from mmd_workers.prefill.handover import prefix_of
+from mmd_workers.prefill.kv_sender import prefix_of
 from mmd_workers.vllm_engine.core import VllmCore
 from support.oracles import model_zoo as zoo
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmd_workers.gateway.constraints.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopScanner
+from mmd_workers.gateway.output.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopScanner
 
 CORPUS = [
     "the red circle is left of the blue square",

@@ -23,11 +23,11 @@ from mmd_workers.gateway.api.responses import responses_request
 from mmd_workers.gateway.basics import body
 from mmd_workers.gateway.basics.api_errors import api_error
 from mmd_workers.gateway.basics.strict import Ignored
-from mmd_workers.gateway.constraints import call_parser
 from mmd_workers.gateway.content import chat_request, completion_request, conversation, response_format, tools
 from mmd_workers.gateway.content.parts import PART_TYPES
 from mmd_workers.gateway.idempotency import repeats, retained
 from mmd_workers.gateway.intake import checks, logit_rules, tenant_files
+from mmd_workers.gateway.output import call_parser
 from mmd_workers.gateway.picker import ext_proc
 from mmd_workers.gateway.process import admin
 from mmd_workers.observe import server

@@ -10,7 +10,7 @@ import pytest
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.caches.index import CacheIndex
 from mmd_workers.engine.memory.blocks import leading_identities, root_of
-from mmd_workers.prefill.handover import prefix_of
+from mmd_workers.prefill.kv_sender import prefix_of
 from mmd_workers.wire.messages.every_pod import CacheReport
 from mmd_workers.wire.messages.message_parts import Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest

@@ -11,9 +11,9 @@ import pytest
 from mmd_api.contract.errors import ContextLengthError
 from mmd_workers.gateway.intake.fallback import MOST_HALVINGS, Fallback, Policy, unread
 from mmd_workers.gateway.intake.prompt_content import PromptContent
-from mmd_workers.media.amount import MediaAmount
 from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 from mmd_workers.media.medium import MediumInfo
+from mmd_workers.media.reduction import MediaAmount
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, SamplingPlan
 
 FILM = MediumInfo("video", "film", 1, "mp4", num_frames=32)

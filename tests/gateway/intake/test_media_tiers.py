@@ -12,8 +12,8 @@ from mmd_api.contract.load import PodLoad
 from mmd_api.contract.pools import Role
 from mmd_api.spec.quality import QualityTier, UnderLoad
 from mmd_workers.gateway.intake.media_tiers import MediaTiers, Pressure
-from mmd_workers.media.amount import MediaAmount, MediaShare
 from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
+from mmd_workers.media.reduction import MediaAmount, MediaShare
 from mmd_workers.wire.messages.every_pod import Heartbeat
 
 HOLD = 30

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mmd_api.contract.load import PodLoad
 from mmd_workers.decode.decode_service import DecodeService
-from mmd_workers.decode.prompts import PromptService
+from mmd_workers.decode.local_prompts import PromptService
 from mmd_workers.process.pod import Advertised, Part, Pod
 from mmd_workers.sequences.engine import EngineHost
 from mmd_workers.sequences.links import KvLinks

@@ -28,7 +28,7 @@ from mmd_api.contract.errors import (
     RequestCancelledError,
 )
 from mmd_api.spec.transfer import KvWireFormat
-from mmd_workers.decode.queue import OfferQueue
+from mmd_workers.decode.offer_queue import OfferQueue
 from mmd_workers.kv.chunks import recv_range
 from mmd_workers.kv.leases import LeaseTable
 from mmd_workers.kv.links import LinkManager, PairLink

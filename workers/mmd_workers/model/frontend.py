@@ -27,23 +27,23 @@ from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, U
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.media.amount import MediaAmount
 from mmd_workers.media.choice import NO_CHOICE, FoundFrame, SamplingChoice, thinned
 from mmd_workers.media.medium import MediumInfo
+from mmd_workers.media.reduction import MediaAmount
+from mmd_workers.model import call_forms, source
 from mmd_workers.model import inputs as media_inputs
 from mmd_workers.model import reasoning as reasoning_forms
-from mmd_workers.model import source, tool_calls
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
+from mmd_workers.model.call_forms import Spelling
 from mmd_workers.model.control_tokens import ControlTokens
+from mmd_workers.model.dry_runs import Probe, ProbeCache
 from mmd_workers.model.frame_pooling import check_pooling, grouped
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.inputs import MediaInputs
-from mmd_workers.model.probes import Probe, ProbeCache
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, RenderedPrompt, SamplingPlan
 from mmd_workers.model.reasoning import Reasoning
 from mmd_workers.model.tiles import bound_tiles
-from mmd_workers.model.tool_calls import Spelling
 
 PROBES_BYTES = 64 << 20  # budget for the probes of media sizes seen before
 _WRITTEN = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
@@ -273,22 +273,22 @@ class HfFrontend:
     @functools.cached_property
     def _renders_tool_calls(self) -> bool:
         """Whether the template's text has the name, the arguments and the result of a call."""
-        return tool_calls.renders_call(self._rendered_if_possible(tool_calls.probed_call()))
+        return call_forms.renders_call(self._rendered_if_possible(call_forms.probed_call()))
 
     @functools.cached_property
     def renders_tools(self) -> bool:
         """Whether the model's template has a place for tools. The first access takes milliseconds."""
-        conversation = tool_calls.probed_call()[:1]
-        return tool_calls.renders_tool(self._rendered_if_possible(conversation, [tool_calls.probed_tool()]))
+        conversation = call_forms.probed_call()[:1]
+        return call_forms.renders_tool(self._rendered_if_possible(conversation, [call_forms.probed_tool()]))
 
     @functools.cached_property
     def call_spelling(self) -> Spelling | None:
         """How the model writes calls of tools; None: in no known form. The first access takes milliseconds."""
-        conversation = tool_calls.probed_call()
+        conversation = call_forms.probed_call()
         added = self.tokenizer.added_tokens_encoder
-        tokens = {token: int(added[token]) for token in tool_calls.MAY_BE_TOKENS if token in added}
+        tokens = {token: int(added[token]) for token in call_forms.MAY_BE_TOKENS if token in added}
         before = self._rendered_if_possible(conversation[:1])
-        return tool_calls.spelling_of(self._rendered_if_possible(conversation), before, tokens)
+        return call_forms.spelling_of(self._rendered_if_possible(conversation), before, tokens)
 
     @functools.cached_property
     def reasoning(self) -> Reasoning | None:
@@ -304,7 +304,7 @@ class HfFrontend:
             sources,
             self.tokenizer.added_tokens_encoder,
             lambda messages, variables: self._rendered_if_possible(messages, variables=variables),
-            tool_calls.probed_call(),
+            call_forms.probed_call(),
         )
 
     def _rendered_if_possible(

@@ -17,9 +17,10 @@ import torch
 
 from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
-from mmd_workers.media.amount import MediaAmount
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.medium import Decoded, MediumInfo
+from mmd_workers.media.reduction import MediaAmount
+from mmd_workers.model.call_forms import Spelling
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.prompt import (
     Feature,
@@ -31,7 +32,6 @@ from mmd_workers.model.prompt import (
     RenderedPrompt,
 )
 from mmd_workers.model.reasoning import Reasoning
-from mmd_workers.model.tool_calls import Spelling
 
 
 class Frontend(Protocol):

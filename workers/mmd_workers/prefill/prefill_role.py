@@ -20,7 +20,7 @@ from mmd_workers.engine.memory.cache_changes import MOST_REPORTED
 from mmd_workers.features.held import feature_identity
 from mmd_workers.features.source import EitherSource, FeatureSource, LocalFeatureSource
 from mmd_workers.features.store import FeatureState, FeatureStore
-from mmd_workers.prefill.handover import KvSender
+from mmd_workers.prefill.kv_sender import KvSender
 from mmd_workers.prefill.prefill_service import PrefillService
 from mmd_workers.prefill.queue_source import QueueSource
 from mmd_workers.process.pod import Advertised, Part, Pod

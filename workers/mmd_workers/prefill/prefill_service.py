@@ -27,7 +27,7 @@ from mmd_workers.features.store import FeatureStore
 from mmd_workers.features.times import steps_of
 from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
-from mmd_workers.prefill.handover import Finished, KvSender, Ranges
+from mmd_workers.prefill.kv_sender import Finished, KvSender, Ranges
 from mmd_workers.sequences.engine import Added, SequenceEngine
 from mmd_workers.sequences.sequence_events import SequenceOwner
 from mmd_workers.sequences.token_publisher import SequenceBook, Tracked, sequence_id

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from mmd_workers.gateway.constraints.call_parser import CallPart
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningPart
+from mmd_workers.gateway.output.call_parser import CallPart
+from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+ApiFinishReason = Literal["stop", "length", "tool_calls"]
 
 Piece = str | CallPart | ReasoningPart
 """Text of an answer, part of a call, or part of the reasoning."""
@@ -49,7 +49,7 @@ class AnswerPart:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[ScoredToken] | None = None
     prompt_logprobs: Sequence[ScoredToken] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: ApiFinishReason | None = None
     stop: str | None = None
 
     @property

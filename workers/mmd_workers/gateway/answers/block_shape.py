@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
-from mmd_workers.gateway.answers.answer_part import AnswerPart, FinishReason, Piece
+from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason, Piece
 from mmd_workers.gateway.answers.usage import Usage
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningPart
+from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
 
 
 class AnswerBlock:
@@ -41,7 +41,7 @@ class WholeAnswer:
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: ApiFinishReason | None = None
         self.stop: str | None = None
 
     def add(self, part: AnswerPart) -> None:

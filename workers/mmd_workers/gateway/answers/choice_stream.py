@@ -6,10 +6,10 @@ import functools
 from collections.abc import Collection, Sequence
 
 from mmd_api.contract.errors import MmdError
-from mmd_workers.gateway.answers.answer_part import AnswerPart, Candidate, FinishReason, Piece, ScoredToken
-from mmd_workers.gateway.constraints.call_parser import CallParser
-from mmd_workers.gateway.constraints.detokenizer import IncrementalDetokenizer, StopScanner
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningParser, ReasoningPart, RunKind
+from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason, Candidate, Piece, ScoredToken
+from mmd_workers.gateway.output.call_parser import CallParser
+from mmd_workers.gateway.output.detokenizer import IncrementalDetokenizer, StopScanner
+from mmd_workers.gateway.output.reasoning_parser import ReasoningParser, ReasoningPart, RunKind
 from mmd_workers.gateway.placement.dispatcher import ServedSequence
 from mmd_workers.gateway.placement.sequence_state import Taken
 from mmd_workers.model.interfaces import Frontend
@@ -44,7 +44,7 @@ class ChoiceStream:
         """
         self.index = index
         self.sequence = sequence
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: ApiFinishReason | None = None
         self.completion_tokens = 0
         self._frontend = frontend
         self._parser = parser

@@ -21,6 +21,7 @@ from mmd_workers.gateway.api.audit import AuditMiddleware
 from mmd_workers.gateway.api.authentication import AuthenticationMiddleware, tenant_of
 from mmd_workers.gateway.api.chat.chat_endpoint import ChatCompletions
 from mmd_workers.gateway.api.completions.completions_endpoint import TextCompletions
+from mmd_workers.gateway.api.error_shapes import errors_at
 from mmd_workers.gateway.api.files.files_endpoint import (
     DeleteFile,
     GetContent,
@@ -30,7 +31,6 @@ from mmd_workers.gateway.api.files.files_endpoint import (
 )
 from mmd_workers.gateway.api.gateway import Gateway
 from mmd_workers.gateway.api.messages.messages_endpoint import AnthropicMessages, CountTokens
-from mmd_workers.gateway.api.messages.messages_shape import errors_at
 from mmd_workers.gateway.api.responses.responses_endpoint import Responses
 from mmd_workers.gateway.api.tokenize import Detokenize, Tokenize
 from mmd_workers.gateway.basics.api_errors import ApiError

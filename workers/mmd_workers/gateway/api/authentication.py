@@ -20,7 +20,7 @@ from mmd_api.tenants import digest
 from mmd_workers.gateway.access.bearer_tokens import TokenVerifier, is_token
 from mmd_workers.gateway.access.keys import Access, KnownTenant
 from mmd_workers.gateway.answers.exchange import ReceiveChannel, Scope, SendChannel
-from mmd_workers.gateway.api.messages.messages_shape import errors_at
+from mmd_workers.gateway.api.error_shapes import errors_at
 from mmd_workers.gateway.basics.api_errors import ApiError
 
 CHALLENGE = 'Bearer realm="mmd"'

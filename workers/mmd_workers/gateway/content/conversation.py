@@ -13,15 +13,15 @@ from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.body import LONG_NUMBER, MAX_DIGITS
 from mmd_workers.gateway.basics.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, Strict
-from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS
 from mmd_workers.gateway.content.parts import (
-    AnswerPart,
+    AnswerContentPart,
     ContentPart,
     MediaSource,
     RefusalPart,
     ResultPart,
     TextPart,
 )
+from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # parts of a message; the spec has a separate limit for media
@@ -49,7 +49,7 @@ Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[ContentPart], _PARTS, Tag("parts")], OF_CONTENT
 ]
 AnswerContent = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[AnswerPart], _PARTS, Tag("parts")], OF_CONTENT
+    Annotated[str, Tag("text")] | Annotated[list[AnswerContentPart], _PARTS, Tag("parts")], OF_CONTENT
 ]
 ResultContent = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[ResultPart], _PARTS, Tag("parts")], OF_CONTENT

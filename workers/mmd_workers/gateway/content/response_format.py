@@ -16,7 +16,7 @@ from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
 from mmd_api.contract.errors import GrammarFailedError, InvalidValueError, UnsupportedParameterError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import Strict
-from mmd_workers.gateway.constraints.grammar_trial import TooCostlyError, try_out
+from mmd_workers.gateway.output.grammar_trial import TooCostlyError, try_out
 from mmd_workers.model.grammar import Grammars
 
 MAX_CHOICES = 1024

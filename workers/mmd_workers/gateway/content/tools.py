@@ -19,9 +19,9 @@ from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import Strict
-from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.gateway.content.response_format import OBJECT, as_json, exact_integers
-from mmd_workers.model.tool_calls import Spelling
+from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS, CallParser
+from mmd_workers.model.call_forms import Spelling
 
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_DESCRIPTION_CHARACTERS = 16_384

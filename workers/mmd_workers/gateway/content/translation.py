@@ -13,7 +13,6 @@ from pydantic import ConfigDict
 from mmd_api.contract.errors import InvalidValueError, UnsupportedParameterError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import MAX_NAME_CHARACTERS
-from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS
 from mmd_workers.gateway.content.chat_request import ChatRequest
 from mmd_workers.gateway.content.conversation import (
     MAX_MESSAGES,
@@ -25,6 +24,7 @@ from mmd_workers.gateway.content.conversation import (
     ToolMessage,
 )
 from mmd_workers.gateway.content.tools import FunctionTool, NamedFunction, NamedTool, Tool
+from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS
 
 _IN_MESSAGE = re.compile(
     r"messages\[(?P<message>\d+)\](?:(?P<content>\.content)(?:\[(?P<part>\d+)\])?"

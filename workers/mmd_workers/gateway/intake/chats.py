@@ -33,8 +33,8 @@ from mmd_workers.gateway.intake.prompt_content import PromptContent
 from mmd_workers.gateway.intake.tenant_files import Files
 from mmd_workers.gateway.intake.text_threads import LONG_TEXT_CHARACTERS, RENDERING_BYTES, TextThreads
 from mmd_workers.gateway.placement.timeline import Timeline
-from mmd_workers.media.amount import MediaShare
 from mmd_workers.media.choice import SamplingChoice
+from mmd_workers.media.reduction import MediaShare
 from mmd_workers.model.interfaces import Frontend
 from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.model.reasoning import Begin

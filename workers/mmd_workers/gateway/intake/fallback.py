@@ -11,9 +11,9 @@ from mmd_api.contract.errors import MmdError
 from mmd_api.contract.pools import Modality
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.intake.prompt_content import PromptContent
-from mmd_workers.media.amount import MediaAmount, MediaShare
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.medium import MediumInfo
+from mmd_workers.media.reduction import MediaAmount, MediaShare
 
 Policy = Literal["TextOnly", "DegradeFrames", "DegradeResolution"]
 MOST_HALVINGS = 2  # per medium; every try costs encoders as much as the first

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mmd_workers.gateway.intake.prompt_content import PromptContent
-from mmd_workers.media.amount import LEAST_FRAMES, MediaShare
 from mmd_workers.media.choice import SamplingChoice
+from mmd_workers.media.reduction import LEAST_FRAMES, MediaShare
 from mmd_workers.model.interfaces import Frontend
 from mmd_workers.model.prompt import DegradedBy, PromptLayout
 from mmd_workers.model.reasoning import Begin

@@ -14,7 +14,6 @@ from mmd_api.contract.errors import ContextLengthError
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.gateway.basics.media_hold import RequestReservation
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningParser
 from mmd_workers.gateway.content.chat_request import ChatRequest
 from mmd_workers.gateway.content.completion_request import CompletionRequest
 from mmd_workers.gateway.content.conversation import Message
@@ -47,9 +46,10 @@ from mmd_workers.gateway.intake.sampling import (
 from mmd_workers.gateway.intake.tenant_files import Files
 from mmd_workers.gateway.intake.text_threads import TextThreads
 from mmd_workers.gateway.intake.texts import Texts
+from mmd_workers.gateway.output.reasoning_parser import ReasoningParser
 from mmd_workers.gateway.placement.timeline import Timeline
-from mmd_workers.media.amount import MediaShare
 from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
+from mmd_workers.media.reduction import MediaShare
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.interfaces import Frontend
 from mmd_workers.observe.metrics import Metrics

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmd_api.contract.sampling import Guidance
-from mmd_workers.gateway.constraints.call_parser import CallParser
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningParser
 from mmd_workers.gateway.intake.fallback import Fallback
 from mmd_workers.gateway.intake.prompt_content import PromptContent
+from mmd_workers.gateway.output.call_parser import CallParser
+from mmd_workers.gateway.output.reasoning_parser import ReasoningParser
 from mmd_workers.media.identity import feature_id
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.model.prompt import PromptLayout

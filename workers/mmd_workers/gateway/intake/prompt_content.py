@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmd_api.contract.pools import MODALITIES
-from mmd_workers.media.amount import MediaAmount
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.medium import MediumInfo
+from mmd_workers.media.reduction import MediaAmount
 from mmd_workers.model.prompt import DegradedBy, PromptLayout
 
 

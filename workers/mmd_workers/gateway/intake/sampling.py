@@ -16,7 +16,6 @@ from mmd_api.contract.errors import (
 from mmd_api.contract.sampling import Guidance, LogitRules
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.basics.api_errors import ApiError
-from mmd_workers.gateway.constraints.reasoning_grammar import after_reasoning
 from mmd_workers.gateway.content.chat_request import ChatRequest, GenerationRequest
 from mmd_workers.gateway.content.response_format import GrammarCheck
 from mmd_workers.gateway.content.tools import ToolUse
@@ -28,10 +27,11 @@ from mmd_workers.gateway.intake.logit_rules import (
     check_works_with_drafts,
     logit_rules,
 )
+from mmd_workers.gateway.output.reasoning_grammar import after_reasoning
+from mmd_workers.model.call_forms import FORMS, Spelling
 from mmd_workers.model.interfaces import Frontend
 from mmd_workers.model.prompt import PromptLayout
 from mmd_workers.model.reasoning import Begin, Reasoning
-from mmd_workers.model.tool_calls import FORMS, Spelling
 from mmd_workers.wire.messages.message_parts import Sampling
 
 MAX_SEED = 2**63

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from mmd_workers.gateway.answers.answer_part import FinishReason
+from mmd_workers.gateway.answers.answer_part import ApiFinishReason
 from mmd_workers.gateway.answers.usage import Usage
 
 
@@ -62,7 +62,7 @@ class Choice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ApiFinishReason
     token_ids: list[int] | None = None
 
 
@@ -109,7 +109,7 @@ class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ApiFinishReason | None = None
     token_ids: list[int] | None = None
 
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from mmd_workers.gateway.answers.answer_part import AnswerPart, FinishReason, ScoredToken
+from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason, ScoredToken
 from mmd_workers.gateway.answers.chunked_shape import ChunkedShape, chunk_event, left_out
 from mmd_workers.gateway.answers.usage import Usage
 from mmd_workers.gateway.api.chat.chat_response import (
@@ -25,8 +25,8 @@ from mmd_workers.gateway.api.chat.chat_response import (
     ToolCallDelta,
     TopLogprob,
 )
-from mmd_workers.gateway.constraints.call_parser import CallPart
-from mmd_workers.gateway.constraints.detokenizer import REPLACEMENT
+from mmd_workers.gateway.output.call_parser import CallPart
+from mmd_workers.gateway.output.detokenizer import REPLACEMENT
 
 
 class ChatShape(ChunkedShape):
@@ -76,7 +76,7 @@ class CompleteChoice:
 
     def __init__(self, index: int, *, logprobs: bool) -> None:
         self._index = index
-        self._finish_reason: FinishReason = "stop"
+        self._finish_reason: ApiFinishReason = "stop"
         self._logprobs = logprobs
         self._text = io.StringIO()
         self._thoughts = io.StringIO()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from mmd_workers.gateway.answers.answer_part import FinishReason
+from mmd_workers.gateway.answers.answer_part import ApiFinishReason
 from mmd_workers.gateway.answers.usage import Usage
 
 
@@ -25,7 +25,7 @@ class TextChoice(BaseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ApiFinishReason | None = None
     token_ids: list[int] | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from mmd_workers.gateway.answers.answer_part import AnswerPart, FinishReason, ScoredToken
+from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason, ScoredToken
 from mmd_workers.gateway.answers.chunked_shape import ChunkedShape, chunk_event, left_out
 from mmd_workers.gateway.answers.usage import Usage
 from mmd_workers.gateway.api.completions.text_response import TextChoice, TextCompletion, TextLogprobs
@@ -92,7 +92,7 @@ class _TextCollector:
         self._index = index
         self._text: list[str] = []
         self._token_ids = array("l")
-        self._finish_reason: FinishReason | None = None
+        self._finish_reason: ApiFinishReason | None = None
         self._lists: dict[str, list[bytes] | None] = {}
 
     def add(self, part: AnswerPart) -> None:

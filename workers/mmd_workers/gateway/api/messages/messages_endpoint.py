@@ -9,12 +9,13 @@ from pydantic_core import to_json
 from mmd_workers.gateway.answers.answer_shape import AnswerShape
 from mmd_workers.gateway.answers.exchange import Exchange
 from mmd_workers.gateway.api.endpoint import JsonEndpoint
+from mmd_workers.gateway.api.error_shapes import MessagesErrors
 from mmd_workers.gateway.api.generation import Translations
 from mmd_workers.gateway.api.messages.messages_request import (
     parse_count_tokens_request,
     parse_messages_request,
 )
-from mmd_workers.gateway.api.messages.messages_shape import MessagesErrors, MessagesShape
+from mmd_workers.gateway.api.messages.messages_shape import MessagesShape
 from mmd_workers.gateway.basics.media_hold import RequestReservation
 from mmd_workers.gateway.content.translation import TranslatedRequest
 from mmd_workers.gateway.intake.prepared import Prepared

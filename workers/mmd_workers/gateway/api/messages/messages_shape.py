@@ -10,47 +10,7 @@ from pydantic_core import from_json
 from mmd_workers.gateway.answers.answer_part import Piece
 from mmd_workers.gateway.answers.block_shape import AnswerBlock, OneAnswer, WholeAnswer, named_event
 from mmd_workers.gateway.answers.usage import Usage
-from mmd_workers.gateway.basics.api_errors import ApiError, ErrorShape
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningPart
-
-PATH = "/v1/messages"
-OVERLOADED_STATUS = 529
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-class MessagesErrors(ErrorShape):
-    """Errors in the form of Anthropic's API."""
-
-    def status(self, error: ApiError) -> int:
-        """The HTTP status; Anthropic's API uses a status of its own for overload."""
-        return OVERLOADED_STATUS if error.status == 503 else error.status
-
-    def body(self, error: ApiError, request_id: str) -> dict[str, Any]:
-        """The JSON body."""
-        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        fault: dict[str, Any] = {"type": kind, "message": error.message}
-        if error.retry_after is not None:
-            fault["retry_after_seconds"] = error.retry_after
-        return {"type": "error", "error": fault, "request_id": request_id or None}
-
-    def events(self, error: ApiError, request_id: str, _number: int) -> Iterable[str]:
-        """The last event of a stream that has begun."""
-        return (named_event(self.body(error, request_id)),)
-
-
-def errors_at(path: str) -> ErrorShape:
-    """The form of errors on a path, whether the path is served or not."""
-    return MessagesErrors() if path == PATH or path.startswith(f"{PATH}/") else ErrorShape()
+from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
 
 
 class MessagesShape(OneAnswer):

@@ -17,8 +17,8 @@ from mmd_workers.gateway.api.responses.responses_request import (
     TextFormat,
 )
 from mmd_workers.gateway.basics.api_errors import ApiError, ErrorShape
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningPart
 from mmd_workers.gateway.content.tools import FunctionTool
+from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
 
 _ID_KINDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
 

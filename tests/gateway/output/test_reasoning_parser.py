@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmd_workers.gateway.constraints.reasoning_parser import ReasoningParser
+from mmd_workers.gateway.output.reasoning_parser import ReasoningParser
 from mmd_workers.model.reasoning import MARKERS, Reasoning
 
 QWEN, KIMI, MISTRAL = MARKERS

@@ -17,10 +17,10 @@ import pytest
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError, OverloadedError
 from mmd_workers.gateway.basics.api_errors import ApiError
-from mmd_workers.gateway.constraints import grammar_trial
-from mmd_workers.gateway.constraints.grammar_trial import MEMORY_BYTES, TooCostlyError, try_out
 from mmd_workers.gateway.content import response_format
 from mmd_workers.gateway.content.response_format import GrammarCheck
+from mmd_workers.gateway.output import grammar_trial
+from mmd_workers.gateway.output.grammar_trial import MEMORY_BYTES, TooCostlyError, try_out
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.model.grammar import Grammars
 from support.harness.waiting import DEADLINE_SECONDS, until

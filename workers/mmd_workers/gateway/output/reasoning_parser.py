@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from mmd_workers.gateway.constraints.detokenizer import overlap
+from mmd_workers.gateway.output.detokenizer import overlap
 from mmd_workers.model.reasoning import BLANK, Reasoning
 
 RunKind = Literal["reasoning", "content", "left out"]

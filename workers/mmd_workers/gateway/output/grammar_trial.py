@@ -16,7 +16,7 @@ from typing import Any
 
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import GrammarFailedError, OverloadedError
-from mmd_workers.gateway.constraints import grammar_process
+from mmd_workers.gateway.output import grammar_process
 from mmd_workers.model.grammar import PARSER_LIMITS, in_library_form, on_one_line
 
 CPU_SECONDS = 0.5  # four times the need of the largest ordinary schemas

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmd_workers.gateway.constraints.call_parser import MAX_TOOL_CALLS, CallParser
-from mmd_workers.model.tool_calls import FORMS, Spelling
+from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS, CallParser
+from mmd_workers.model.call_forms import FORMS, Spelling
 
 NAMES = frozenset({"add", "now"})
 HERMES, MISTRAL, ARGS, LLAMA = FORMS

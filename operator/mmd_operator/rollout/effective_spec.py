@@ -24,7 +24,7 @@ from mmd_operator.observed.observed import Body, Observed
 from mmd_operator.observed.problems import Problem, format_problems
 from mmd_operator.observed.stored_spec import Reading, read
 from mmd_operator.rollout.next_step import Step
-from mmd_operator.rollout.rollout_progress import (
+from mmd_operator.rollout.rollout_deadline import (
     advanced,
     clock_of,
     fallback_revision,

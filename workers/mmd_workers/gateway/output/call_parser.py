@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import regex
 
-from mmd_workers.gateway.constraints.detokenizer import overlap
-from mmd_workers.model.tool_calls import Spelling
+from mmd_workers.gateway.output.detokenizer import overlap
+from mmd_workers.model.call_forms import Spelling
 
 MAX_TOOL_CALLS = 128
 """Maximum calls in one message, as at OpenAI."""
