@@ -12,7 +12,7 @@ from mmd_workers.process.closing import close_each
 
 HANGS_AT_EXIT = """
 import asyncio, threading, time
-from mmd_workers import closing
+from mmd_workers.process import closing
 closing.EXIT_SECONDS = 0.5
 async def main():
     threading.Thread(target=never_ends).start()

@@ -67,7 +67,7 @@ import torch
 from bench.synchronous import BetweenSteps
 from mmd_workers.engine.interface import StepOutput
 from mmd_workers.engine.runner import EngineRunner
-from mmd_workers.prefill import role
+from mmd_workers.prefill import prefill_role as role
 
 class Engine:
     device, steps = torch.device("cpu"), 0

@@ -80,7 +80,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
         ("see `operator/mmd_operator/explain.py`", []),
         ("see `operator/mmd_operator/gone.py`", ["operator/mmd_operator/gone.py"]),
         ("`explain.py`, below `operator/mmd_operator`", []),
-        ("`operator/mmd_operator`\n## one\n`explain.py`\n## two\n`rollout.py`", []),
+        ("`operator/mmd_operator`\n## one\n`explain.py`\n## two\n`serve.py`", []),
         ("## one\n`operator/mmd_operator`\n## two\n`explain.py`", ["explain.py"]),
         ("`operator/gone/`", ["operator/gone/"]),
         ("`tests/plan/golden/*.out.yaml` and `tests/plan/*.gone.yaml`", ["tests/plan/*.gone.yaml"]),
