@@ -13,8 +13,8 @@ from mmd_api.contract.load import PodLoad
 from mmd_api.tenants import hash_of
 from support.harness.waiting import until
 
-from .process import BODY
 from .scripted import ScriptedWorker, answer_well
+from .spawned import BODY
 
 AUTH = {"keysSecret": "demo-keys"}
 SLOW = PodLoad(prefill_tokens_per_second=200.0)

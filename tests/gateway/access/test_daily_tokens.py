@@ -20,8 +20,8 @@ from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.wire.tenant_tokens import RecordedTokens, TokenRecords
 from support.harness.waiting import until
-from tests.gateway.process import BODY
 from tests.gateway.running import Launch
+from tests.gateway.spawned import BODY
 from tests.gateway.tenancy import AUTH, bearer, tenant, write
 
 _names = itertools.count()

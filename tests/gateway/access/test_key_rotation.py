@@ -15,8 +15,8 @@ from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.server import NatsServer
 from support.harness.waiting import until
 from tests.gateway.mounted import MountedSecret
-from tests.gateway.process import BODY, MESH, TEXT, running
 from tests.gateway.scripted import ScriptedWorker, answer_well
+from tests.gateway.spawned import BODY, MESH, TEXT, running
 
 pytestmark = pytest.mark.processes
 

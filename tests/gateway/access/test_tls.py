@@ -32,9 +32,9 @@ from mmd_workers.wire.server import NatsServer
 from support.harness.waiting import is_closed, until
 from support.servers.certificates import Authority, key_pem, serial_of
 from tests.gateway.mounted import MountedSecret
-from tests.gateway.process import BODY, MESH, TEXT, running
 from tests.gateway.running import Launch
 from tests.gateway.scripted import ScriptedWorker
+from tests.gateway.spawned import BODY, MESH, TEXT, running
 
 TLS = {"secretName": "gateway-tls"}
 

@@ -15,8 +15,8 @@ from mmd_workers.gateway.idempotency.repeats import EVENT_HEADER, KEY_HEADER, RE
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.messages.prefill import GenerateRequest
 from mmd_workers.wire.server import NatsServer
-from tests.gateway.process import BODY, MESH, TEXT, running, until_ready
 from tests.gateway.scripted import ScriptedWorker, answer_well
+from tests.gateway.spawned import BODY, MESH, TEXT, running, until_ready
 
 pytestmark = pytest.mark.processes
 KEY = {KEY_HEADER: "one"}

@@ -29,9 +29,9 @@ from mmd_workers.wire.messages.every_pod import Heartbeat
 from mmd_workers.wire.messages.prefill import GenerateRequest
 from mmd_workers.wire.server import NatsServer
 from support.harness.waiting import until
-from tests.gateway.process import BODY, MESH, TEXT, running, until_ready
 from tests.gateway.running import pipeline_config
 from tests.gateway.scripted import HalfFirst, ScriptedWorker, answer_well, say_nothing
+from tests.gateway.spawned import BODY, MESH, TEXT, running, until_ready
 
 pytestmark = pytest.mark.processes
 

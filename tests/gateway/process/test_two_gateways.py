@@ -16,8 +16,8 @@ from mmd_api.tenants import new_key
 from mmd_workers.model.frontend import HfFrontend
 from mmd_workers.wire.server import NatsServer
 from support.harness.waiting import DEADLINE_SECONDS, until
-from tests.gateway.process import BODY, MESH, TEXT, running, until_ready
 from tests.gateway.scripted import ScriptedWorker
+from tests.gateway.spawned import BODY, MESH, TEXT, running, until_ready
 from tests.gateway.tenancy import AUTH, LONG, SHORT, SLOW, Pods, bearer, tenant, write
 
 pytestmark = pytest.mark.processes
