@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -41,6 +42,9 @@ MAX_AGAIN = 5
 
 MAX_FLAKY = 2
 AGAIN_MINUTES = 6
+PRINTED_PROMISE = re.compile(r"BrokenPromiseError: \S")
+"""A broken promise as a thread or another process prints it; no line of source looks like this."""
+
 OUTPUT_LINES = 30
 ERROR_LINES = 8
 NO_PROGRAM = 127
@@ -204,9 +208,7 @@ def run_legs(legs: Iterable[Leg], gate_begun: float | None = None) -> list[Run]:
                 run.seconds = time.monotonic() - run.begun
                 if has_ended(run, process):
                     under_way.remove((run, process))
-                    signal_group(
-                        process, signal.SIGKILL
-                    )  # so that nothing it leaves behind disturbs later legs
+                    signal_group(process, signal.SIGKILL)  # what it leaves behind would disturb later legs
                     finish(run)
                 elif not run.ended_late and (why := too_late(run, gate_begun)):
                     run.ended_late, run.ended_at = why, run.seconds
@@ -253,7 +255,8 @@ def may_have_failed_by_chance(failed: dict[str, Any]) -> bool:
     too long, or lost a connection.
     """
     wrong = failed.get("answers") and failed.get("check")
-    return failed["system"] and not wrong and not failed.get("broken")
+    broken = failed.get("broken") or PRINTED_PROMISE.search(failed["output"])
+    return failed["system"] and not wrong and not broken
 
 
 def may_run_again(run: Run) -> list[str]:
