@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -48,6 +49,9 @@ MAX_AGAIN = 5
 
 MAX_FLAKY = 2
 AGAIN_MINUTES = 6
+PRINTED_PROMISE = re.compile(r"BrokenPromiseError: \S")
+"""A broken promise as a thread or another process prints it; no line of source looks like this."""
+
 OUTPUT_LINES = 30
 ERROR_LINES = 8
 NO_PROGRAM = 127
@@ -272,7 +276,8 @@ def may_have_failed_by_chance(failed: dict[str, Any]) -> bool:
     wrong. Such a test waited for too long, or lost a connection.
     """
     wrong = failed.get("answers") and failed.get("check")
-    return failed["system"] and not wrong and not failed.get("broken")
+    broken = failed.get("broken") or PRINTED_PROMISE.search(failed["output"])
+    return failed["system"] and not wrong and not broken
 
 
 def may_run_again(run: Run) -> list[str]:

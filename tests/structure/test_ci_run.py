@@ -69,6 +69,14 @@ def test_promise():
     class BrokenPromiseError(AssertionError):
         pass
     raise BrokenPromiseError("a request was lost")
+
+@pytest.mark.processes
+def test_printed():
+    print("promises.BrokenPromiseError: " + "a request was lost")
+    fourth = pathlib.Path("fourth")
+    if not fourth.exists():
+        fourth.touch()
+        raise TimeoutError
 """
 
 
@@ -121,7 +129,7 @@ def test_a_deployment_that_was_too_slow_has_a_second_chance(cases: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "expression", ["chance or pure", "pure", "promise", "chance or promise", "wrong_answer"]
+    "expression", ["chance or pure", "pure", "promise", "chance or promise", "wrong_answer", "printed"]
 )
 def test_neither_pure_tests_nor_wrong_answers_nor_broken_promises_run_again(
     cases: Path, expression: str
