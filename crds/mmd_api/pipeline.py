@@ -108,8 +108,8 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         meaning["pooled frames"] = frames
     if (document := spec.gateway.media.document.dots_per_inch) != _FIRST_DOTS_PER_INCH:
         meaning["document"] = document
-    if spec.prefill is not None and spec.transfer.kv.backend != _FIRST_KV_BACKEND:
-        meaning["backend"] = spec.transfer.kv.backend
+    if spec.prefill is not None and spec.kv_backend != _FIRST_KV_BACKEND:
+        meaning["backend"] = spec.kv_backend
     pool_dtype, wire_format = spec.engine.kv_dtype, spec.transfer.kv.wire_format
     if pool_dtype != "Model":
         meaning["kvDtype"] = pool_dtype
@@ -125,6 +125,14 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         if groups := {name: size for name in pools if (size := spec.group_size(name)) > 1}:
             meaning["groups"] = groups
     return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _with_kv_backend(spec: MultimodalDeploymentSpec) -> MultimodalDeploymentSpec:
+    """The spec with the transport of KV in place of `Auto`: the pods of a pool do not read the GPUs of another pool."""
+    if spec.prefill is None:
+        return spec
+    kv = spec.transfer.kv.model_copy(update={"backend": spec.kv_backend})
+    return spec.model_copy(update={"transfer": spec.transfer.model_copy(update={"kv": kv})})
 
 
 def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
@@ -185,7 +193,7 @@ class PipelineConfig(ApiModel):
             "name": name,
             "revision": pipeline_revision(spec),
             "readers": readers,
-            "spec": selected(spec, read_by(readers)),
+            "spec": selected(_with_kv_backend(spec), read_by(readers)),
         }
         if pinned is not None:
             content["pinned"] = pinned.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -160,12 +160,31 @@ def test_each_kv_backend_has_a_revision_and_the_default_changes_none():
     assert revisions[0] == revision(**spec, transfer=None) == NATIVE
 
 
+@pytest.mark.parametrize(
+    ("prefill_gpus", "decode_gpus", "backend"), [(1, 1, "Nccl"), (1, 0, "Gloo"), (0, 0, "Gloo")]
+)
+def test_auto_is_the_backend_that_fits_the_gpus(prefill_gpus, decode_gpus, backend):
+    spec = {"prefill": {"gpus": prefill_gpus}, "decode": {"gpus": decode_gpus}}
+    named = MultimodalDeployment.parse(
+        merge(base_manifest(), {"spec": {**spec, "transfer": {"kv": {"backend": backend}}}})
+    ).spec
+    left_out = MultimodalDeployment.parse(merge(base_manifest(), {"spec": {**spec, "transfer": None}})).spec
+    assert left_out.kv_backend == backend
+    assert pipeline_revision(left_out) == pipeline_revision(named)
+    for pool in ("prefill", "decode"):  # which read no other pool's gpus
+        config = PipelineConfig.of(left_out, "somewhere", "sample", pool)
+        assert config.spec.transfer.kv.backend == config.spec.kv_backend == backend
+
+
 @pytest.mark.parametrize("engine", ["Native", "VLLM"])
 def test_without_a_prefill_pool_backend_and_wire_format_change_no_revision(engine):
     spec = {"prefill": None, "decode": {"gpus": 1}, "engine": {"type": engine}}
     formats = ("Model", "Fp8") if engine == "Native" else ("Model",)
     assert len({revision(**spec, transfer={"kv": {"wireFormat": f}}) for f in formats}) == 1
-    assert len({revision(**spec, transfer={"kv": {"backend": b}}) for b in ("Nccl", "Gloo", "Nixl")}) == 1
+    assert (
+        len({revision(**spec, transfer={"kv": {"backend": b}}) for b in ("Auto", "Nccl", "Gloo", "Nixl")})
+        == 1
+    )
 
 
 def test_naming_the_wire_format_of_8_bit_kv_keeps_the_revision():

@@ -79,5 +79,16 @@ def test_a_followed_file_for_several_nats_servers_runs_with_one(
     resource = yaml.safe_load(EXAMPLE.read_text())
     resource["spec"]["nats"] = {"replicas": 3}
     file.write_text(yaml.safe_dump(resource))
-    assert up.load_for_one_machine(file) == up.with_one_nats_server(up.load(file))
+    assert up.load_for_one_machine(file) == up.for_one_machine(up.load(file))
     assert up.load_for_one_machine(file).spec.nats.replicas == 1
+
+
+def test_on_one_machine_kv_travels_over_gloo_unless_the_file_names_another(tmp_path: Path) -> None:
+    file = tmp_path / "gpus.yaml"
+    resource = yaml.safe_load(EXAMPLE.read_text())
+    for pool in ("prefill", "decode"):
+        resource["spec"][pool]["gpus"] = 1
+    for backend, used in ((None, "Gloo"), ("Nixl", "Nixl"), ("Nccl", "Nccl")):
+        resource["spec"]["transfer"] = {"kv": {} if backend is None else {"backend": backend}}
+        file.write_text(yaml.safe_dump(resource))
+        assert up.load_for_one_machine(file).spec.kv_backend == used

@@ -28,7 +28,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
         return NatsCluster(folder, resource, passwords)
 
     monkeypatch.setattr(up, "_nats", cluster)
-    monkeypatch.setattr(up, "with_one_nats_server", lambda resource: resource)
+    monkeypatch.setattr(up, "for_one_machine", lambda resource: resource)
     with Deployment(
         write(tmp_path / "cluster.yaml", {**SPEC, "nats": {"replicas": 3}}, name="cluster")
     ) as running:

@@ -149,7 +149,7 @@ async def running(
     _check_secrets(secrets, deployment.spec)
     _stop_in_good_order_on_sigterm()
     name = deployment.metadata.name
-    deployment = with_one_nats_server(deployment)
+    deployment = for_one_machine(deployment)
     objects = objects_of(deployment)
     with tempfile.TemporaryDirectory(prefix=f"mmd-{name}-") as folder:
         nats = _nats(Path(folder) / "nats", deployment, objects)
@@ -317,11 +317,19 @@ def objects_of(deployment: MultimodalDeployment) -> list[dict[str, Any]]:
     return [with_passwords(o) if o["kind"] == "Secret" else o for o in planned]
 
 
-def with_one_nats_server(deployment: MultimodalDeployment) -> MultimodalDeployment:
-    """The deployment with one NATS server: on one machine, more would be lost together."""
+def for_one_machine(deployment: MultimodalDeployment) -> MultimodalDeployment:
+    """The deployment with one NATS server, and with gloo where the spec leaves the transport of KV open.
+
+    More servers would be lost together. All workers share one GPU, and NCCL wants one for each.
+    """
     spec = deployment.spec
     nats = spec.nats.model_copy(update={"replicas": 1})
-    return deployment.model_copy(update={"spec": spec.model_copy(update={"nats": nats})})
+    kv = spec.transfer.kv
+    if kv.backend == "Auto":
+        kv = kv.model_copy(update={"backend": "Gloo"})
+    transfer = spec.transfer.model_copy(update={"kv": kv})
+    changed = spec.model_copy(update={"nats": nats, "transfer": transfer})
+    return deployment.model_copy(update={"spec": changed})
 
 
 def load_for_one_machine(path: Path) -> MultimodalDeployment:
@@ -330,7 +338,7 @@ def load_for_one_machine(path: Path) -> MultimodalDeployment:
     Raises:
         InvalidDeploymentError: it is invalid, or a replica spans several machines.
     """
-    return with_one_nats_server(_fits_here(load(path)))
+    return for_one_machine(_fits_here(load(path)))
 
 
 def _nats(folder: Path, deployment: MultimodalDeployment, objects: list[dict[str, Any]]) -> NatsServer:

@@ -20,7 +20,7 @@ from mmd_api.spec.observability import ObservabilitySpec, SloSpec
 from mmd_api.spec.pods import ImageSpec
 from mmd_api.spec.pools import DecodeSpec, EncoderSpec, Pool, PrefillSpec
 from mmd_api.spec.rollout import RolloutSpec
-from mmd_api.spec.transfer import TransferSpec
+from mmd_api.spec.transfer import KvBackend, TransferSpec
 
 LanguagePool = Literal["prefill", "decode"]
 
@@ -354,7 +354,7 @@ SPEC = (
         " || (self.prefill.gpus >= 1 && self.decode.gpus >= 1)",
         holds=_nccl_has_gpus,
         problem="Nccl transfers KV between GPUs, but prefill or decode has gpus: 0",
-        remedy="set transfer.kv.backend: Gloo or Nixl, or set gpus to at least 1 for both",
+        remedy="leave transfer.kv.backend out, or set gpus to at least 1 for both",
     ),
     Rule(
         field="model.pooledVideoFrames",
@@ -458,6 +458,16 @@ class MultimodalDeploymentSpec(ApiModel, rules=SPEC):
     def local_encode_tokens(self) -> int:
         """Most tokens of media that are encoded where they are prefilled; 0: never."""
         return 0 if self.prefill is None else self.prefill.local_encode_tokens
+
+    @property
+    def kv_backend(self) -> KvBackend:
+        """The transport of KV from prefill to decode pods; of no meaning without a prefill pool."""
+        backend = self.transfer.kv.backend
+        if backend != "Auto":
+            return backend
+        return (
+            "Nccl" if self.prefill is not None and min(self.prefill.gpus, self.decode.gpus) >= 1 else "Gloo"
+        )
 
     def replica_gpus(self, pool: PoolName) -> int:
         """GPUs of one replica of a pool: of its pod, or of all pods of its group."""

@@ -9,6 +9,7 @@ from pydantic import Field
 from mmd_api.base import ApiModel
 from mmd_api.rule import Rule
 
+KvBackend = Literal["Nccl", "Gloo", "Nixl"]
 KvWireFormat = Literal["Model", "Fp8", "Int8", "Int4"]
 
 
@@ -56,8 +57,8 @@ class EmbeddingTransfer(ApiModel, rules=EMBEDDING_TRANSFER):
 class KvTransfer(ApiModel, rules=KV_TRANSFER):
     """Transfer of KV from prefill to decode."""
 
-    backend: Literal["Nccl", "Gloo", "Nixl"] = "Nccl"
-    """Transport: Nccl between GPUs, Gloo over TCP, Nixl over RDMA where there is, else TCP."""
+    backend: Literal["Auto", KvBackend] = "Auto"
+    """Transport: Nccl between GPUs, Gloo over TCP, Nixl over RDMA where there is, else TCP. Auto is Nccl if prefill and decode pods have GPUs, else Gloo; `mmd up` then always uses Gloo."""
     wire_format: KvWireFormat = "Model"
     """Format of KV while it travels. Model is exact; Fp8, Int8 and Int4 have a scale for each token and head, and change tokens."""
     lease_seconds: Annotated[int, Field(ge=1, le=3600)] = 60

@@ -17,11 +17,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from mmd_api.contract.errors import LinkError, OverloadedError
+from mmd_api.spec.transfer import KvBackend
 from mmd_workers.kv import nccl, nixl, rendezvous, sentinel
 from mmd_workers.kv.gloo import GlooLink
 from mmd_workers.kv.link import PIECE_BYTES
@@ -231,7 +232,7 @@ class LinkManager:
 
     def __init__(
         self,
-        backend: Literal["Gloo", "Nccl", "Nixl"],
+        backend: KvBackend,
         pod: str,
         incarnation: str,
         host: str,

@@ -18,7 +18,7 @@ def device_of_kv(pod: Pod, device: torch.device) -> torch.device:
     This is the pod's device, unless ranks hand KV over in the host's memory and gloo takes it there.
     """
     ranks = pod.vllm_spec.ranks if pod.spec.engine.type == "VLLM" else 1
-    return torch.device("cpu") if ranks > 1 and pod.spec.transfer.kv.backend == "Gloo" else device
+    return torch.device("cpu") if ranks > 1 and pod.spec.kv_backend == "Gloo" else device
 
 
 class KvLinks(Part):
@@ -39,7 +39,7 @@ class KvLinks(Part):
         """Let peers make links."""
         settings, kv = self._pod.settings, self._pod.spec.transfer.kv
         self._manager = LinkManager(
-            kv.backend,
+            self._pod.spec.kv_backend,
             settings.pod,
             settings.incarnation,
             settings.pod_ip,
