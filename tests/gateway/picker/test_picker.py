@@ -210,7 +210,7 @@ async def test_a_process_whose_gateway_is_killed_ends_even_while_it_is_stopped(t
     program = tmp_path / "gateway.py"
     program.write_text(
         "import asyncio\n"
-        "from tests.gateway.test_picker import Kept\n"
+        "from tests.gateway.picker.test_picker import Kept\n"
         "from support.harness.waiting import until\n"
         "async def main():\n"
         "    kept = Kept()\n"

@@ -113,7 +113,7 @@ class Grammars:
     def begin(self, grammar: Grammar, output_token_ids: Iterable[int] = ()) -> Constraint:
         """The constraint of a sequence with these output tokens so far.
 
-        Compiling takes as long as `gateway/constraints/grammar_trial.py` allows, and loading the tokenizer takes a second: do not call
+        Compiling takes as long as `gateway/output/grammar_trial.py` allows, and loading the tokenizer takes a second: do not call
         this on a thread that others wait for.
 
         Raises:
