@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError
 from mmd_api.spec.media import MediaPolicy, VideoPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.model import frontend as frontend_module
+from mmd_workers.model import sampling_plans
 from mmd_workers.model.frontend import load_frontend
 from support.oracles import model_zoo as zoo
 
@@ -240,7 +240,7 @@ def test_what_is_kept_of_media_laid_out_is_bounded_in_bytes(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = 24 << 10
-    monkeypatch.setattr(frontend_module, "PROBES_BYTES", budget, raising=False)
+    monkeypatch.setattr(sampling_plans, "PROBES_BYTES", budget)
     frontend = load_frontend(ModelSpec(id=str(checkpoint("qwen2_5_vl"))), MediaPolicy())
     gc.collect()
     before = {id(probe) for probe in probes_alive()}
@@ -257,7 +257,7 @@ def test_what_is_kept_of_media_laid_out_is_bounded_in_bytes(
 
 
 def probes_alive() -> list[Any]:
-    return [found for found in gc.get_objects() if type(found).__name__ in ("Probe", "_Probe")]
+    return [found for found in gc.get_objects() if type(found).__name__ == "Probe"]
 
 
 def test_a_medium_of_the_same_facts_is_processed_once(

@@ -17,7 +17,7 @@ from mmd_api.spec.media import MediaPolicy, VideoPolicy
 from mmd_api.spec.model import ModelSpec
 from mmd_workers.media.choice import NO_CHOICE, FoundFrame, FoundFrames, SamplingChoice, thinned
 from mmd_workers.media.reduction import MediaShare
-from mmd_workers.model import frontend
+from mmd_workers.model import sampling_plans
 from mmd_workers.model.frontend import load_frontend
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.prompt import PromptLayout
@@ -230,7 +230,7 @@ def test_bounded_image_pixels_equal_those_of_the_models_processor(
 def test_low_detail_is_a_maximum_of_pixels(
     arch: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontend, "LOW_DETAIL_SIDE", 84)
+    monkeypatch.setattr(sampling_plans, "LOW_DETAIL_SIDE", 84)
     served = zoo.serve(checkpoint(arch))
     assert_resized(served, SamplingChoice(low_detail=True), size_of(served, max_pixels=84 * 84))
 
@@ -239,7 +239,7 @@ def test_low_detail_is_a_maximum_of_pixels(
 def test_low_detail_is_a_longest_edge_where_the_processor_has_one(
     arch: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontend, "LOW_DETAIL_SIDE", 56)
+    monkeypatch.setattr(sampling_plans, "LOW_DETAIL_SIDE", 56)
     served = zoo.serve(checkpoint(arch))
     assert served.processor.image_processor.size["longest_edge"] > 56
     assert_resized(served, SamplingChoice(low_detail=True), {"longest_edge": 56})

@@ -28,7 +28,9 @@ NESTED = {
 """Parts of messages; everything else in `messages` goes over the wire by itself."""
 MESSAGES: tuple[type, ...] = tuple(kind for kind in messages.MESSAGES if kind not in NESTED)
 _BY_FIELDS = {frozenset(field.name for field in dataclasses.fields(kind)): kind for kind in MESSAGES}
-assert 25 < len(_BY_FIELDS) == len(MESSAGES), "two messages have the same fields: their names must tell them apart"
+assert 25 < len(_BY_FIELDS) == len(MESSAGES), (
+    "two messages have the same fields: their names must tell them apart"
+)
 
 Match = Callable[[type, dict[str, Any]], bool]
 

@@ -7,59 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import torch
-from jinja2 import TemplateError
 from transformers import AutoProcessor, AutoTokenizer
 from transformers.processing_utils import ProcessorMixin
-from transformers.video_utils import VideoMetadata
 
 from mmd_api.contract.errors import CountMismatchError, UnsupportedInputError, UnsupportedModelError
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.media.choice import NO_CHOICE, FoundFrame, SamplingChoice, thinned
+from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.media.reduction import MediaAmount
 from mmd_workers.model import call_forms, source
-from mmd_workers.model import inputs as media_inputs
 from mmd_workers.model import reasoning as reasoning_forms
 from mmd_workers.model.adapters import adapter_for
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.call_forms import Spelling
-from mmd_workers.model.control_tokens import ControlTokens
-from mmd_workers.model.dry_runs import Probe, ProbeCache
-from mmd_workers.model.frame_pooling import check_pooling, grouped
+from mmd_workers.model.chat_template import ChatTemplate
+from mmd_workers.model.frame_pooling import check_pooling
 from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.inputs import MediaInputs
+from mmd_workers.model.probe_cache import Probe
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, RenderedPrompt, SamplingPlan
 from mmd_workers.model.reasoning import Reasoning
+from mmd_workers.model.sampling_plans import SamplingPlanner
 from mmd_workers.model.tiles import bound_tiles
-
-PROBES_BYTES = 64 << 20  # budget for the probes of media sizes seen before
-_WRITTEN = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
-"""Fields of a message with text by the user."""
-LOW_DETAIL_SIDE = 512  # pixels of an image's side, as OpenAI documents it
-_ROUNDED_UP = 1 + 1e-9
-"""Processors truncate the product of a rate and a duration to a number of frames."""
-PROCESSOR_ERRORS = (
-    ValueError,
-    ZeroDivisionError,
-    RuntimeError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    KeyError,
-)
 
 
 class HfFrontend:
@@ -90,8 +67,6 @@ class HfFrontend:
         self.grammars = Grammars(lambda: tokenizer, self.vocab_size, eos_token_ids)
         self._adapter = adapter
         self._processor = processor
-        self._policy = policy
-        self._pooled_frames = pooled_frames
         self._inputs = MediaInputs(processor, shapes_only=True) if processor else None
         self._placeholder: dict[Modality, str] = {}
         for modality in self.modalities:
@@ -99,13 +74,17 @@ class HfFrontend:
             self._placeholder[modality] = str(tokenizer.convert_ids_to_tokens(token_id))
         self.placeholder_ids = frozenset(adapter.placeholder_ids(self.vocab_size))
         self._placeholder_ids = {adapter.placeholder_id(m) for m in self.modalities}
-        self._control_tokens = ControlTokens(tokenizer.added_tokens_encoder)
+        self._template = ChatTemplate(tokenizer, processor, adapter)
+        self._planner = (
+            SamplingPlanner(processor, adapter, self._inputs, self._placeholder, policy, pooled_frames)
+            if self._inputs is not None
+            else None
+        )
         # The first call overrides settings of the tokenizer's file, such as truncation; later calls change nothing of a fast tokenizer.
         tokenizer("")
         self._lock: contextlib.AbstractContextManager[Any] = (
             contextlib.nullcontext() if tokenizer.is_fast else threading.Lock()
         )
-        self._probe = ProbeCache(self._probe_uncached, PROBES_BYTES)
 
     def layout(
         self,
@@ -142,18 +121,18 @@ class HfFrontend:
         """
         self._check_parts(messages, media)
         self._check_tool_calls(messages)
-        sanitize = self._mentions_control_token(messages, tools)
+        sanitize = self._template.have_control_tokens(messages, tools)
         messages = _without_sounds_of_videos(messages, media)
         if sanitize:
-            messages = self._mark(messages)
-            tools = self._marked(list(tools), keys=True)
+            messages = self._template.mark(messages)
+            tools = self._template.marked(list(tools), keys=True)
         reasoning = self.reasoning
         if any("reasoning_content" in message for message in messages):
             place = "" if reasoning is None else reasoning.history
             messages = [reasoning_forms.with_reasoning(message, place) for message in messages]
         variables = {} if reasoning is None else reasoning.variables(reasons)
-        if self._processor is None:
-            text = self._render(messages, tools, variables)
+        if self._planner is None:
+            text = self._template.render(messages, tools, variables)
             begins = None if reasoning is None else reasoning.begin_after(text)
             return RenderedPrompt(
                 len(text),
@@ -162,13 +141,14 @@ class HfFrontend:
             )
         choices = choices or [NO_CHOICE] * len(media)
         plans = [
-            self._sampling(number, info, choice)
+            self._planner.plan(number, info, choice)
             for number, (info, choice) in enumerate(zip(media, choices, strict=True))
         ]
         probes = [
-            self._probe_medium(n, info, plan) for n, (info, plan) in enumerate(zip(media, plans, strict=True))
+            self._planner.probe(n, info, plan)
+            for n, (info, plan) in enumerate(zip(media, plans, strict=True))
         ]
-        text = self._render(messages, tools, variables)
+        text = self._template.render(messages, tools, variables)
         begins = None if reasoning is None else reasoning.begin_after(text)
         return RenderedPrompt(len(text), begins, lambda: self._expanded(text, sanitize, media, plans, probes))
 
@@ -273,13 +253,15 @@ class HfFrontend:
     @functools.cached_property
     def _renders_tool_calls(self) -> bool:
         """Whether the template's text has the name, the arguments and the result of a call."""
-        return call_forms.renders_call(self._rendered_if_possible(call_forms.probed_call()))
+        return call_forms.renders_call(self._template.render_if_possible(call_forms.probed_call()))
 
     @functools.cached_property
     def renders_tools(self) -> bool:
         """Whether the model's template has a place for tools. The first access takes milliseconds."""
         conversation = call_forms.probed_call()[:1]
-        return call_forms.renders_tool(self._rendered_if_possible(conversation, [call_forms.probed_tool()]))
+        return call_forms.renders_tool(
+            self._template.render_if_possible(conversation, [call_forms.probed_tool()])
+        )
 
     @functools.cached_property
     def call_spelling(self) -> Spelling | None:
@@ -287,96 +269,18 @@ class HfFrontend:
         conversation = call_forms.probed_call()
         added = self.tokenizer.added_tokens_encoder
         tokens = {token: int(added[token]) for token in call_forms.MAY_BE_TOKENS if token in added}
-        before = self._rendered_if_possible(conversation[:1])
-        return call_forms.spelling_of(self._rendered_if_possible(conversation), before, tokens)
+        before = self._template.render_if_possible(conversation[:1])
+        return call_forms.spelling_of(self._template.render_if_possible(conversation), before, tokens)
 
     @functools.cached_property
     def reasoning(self) -> Reasoning | None:
         """How the model reasons before it answers; None: in no known form. The first access takes milliseconds."""
-        templates = [getattr(owner, "chat_template", None) for owner in (self._processor, self.tokenizer)]
-        sources = [
-            source
-            for template in templates
-            for source in (template.values() if isinstance(template, dict) else [template])
-            if isinstance(source, str)
-        ]
         return reasoning_forms.found_reasoning(
-            sources,
+            self._template.sources,
             self.tokenizer.added_tokens_encoder,
-            lambda messages, variables: self._rendered_if_possible(messages, variables=variables),
+            lambda messages, variables: self._template.render_if_possible(messages, variables=variables),
             call_forms.probed_call(),
         )
-
-    def _rendered_if_possible(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        try:
-            return self._render(messages, tools, variables)
-        except UnsupportedInputError:
-            return ""
-
-    def _mentions_control_token(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
-    ) -> bool:
-        return any(
-            self._control_tokens.appear_in(text)
-            for message in messages
-            for key in _WRITTEN & message.keys()
-            for text in _written(message[key])
-        ) or any(map(self._control_tokens.appear_in, _written(list(tools), keys=True)))
-
-    def _mark(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark control tokens that users wrote, so that they are neither replaced nor encoded as such."""
-        return [
-            {**message, **{key: self._marked(message[key]) for key in _WRITTEN & message.keys()}}
-            for message in messages
-        ]
-
-    def _marked(self, value: Any, *, keys: bool = False) -> Any:
-        """`value` with its control tokens marked. `keys`: also in the names of fields, which the user chose."""
-        if isinstance(value, dict):
-            return {
-                (self._marked(name) if keys else name): (
-                    field
-                    if name == "type" and not keys
-                    else self._marked(field, keys=keys or name == "arguments")
-                )
-                for name, field in value.items()
-            }
-        if isinstance(value, list):
-            return [self._marked(item, keys=keys) for item in value]
-        return self._control_tokens.marked(value) if isinstance(value, str) else value
-
-    def _render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Render a conversation to text, with one marker for each medium.
-
-        Raises:
-            UnsupportedInputError: the template refuses it, as many refuse roles that do not alternate.
-        """
-        try:
-            if self._processor is not None:
-                return self._adapter.render(self._processor, _as_parts(messages), tools, **variables)
-            return str(
-                self.tokenizer.apply_chat_template(
-                    _as_text(messages),
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **variables,
-                )
-            )
-        except (TemplateError, *PROCESSOR_ERRORS) as error:
-            raise UnsupportedInputError(
-                f"messages: this model's chat template cannot render them: {str(error)[:300]}; change their roles, order or content"
-            ) from error
 
     def _encode(self, text: str, sanitize: bool, add_special_tokens: bool | None = None) -> list[int]:
         if add_special_tokens is None:
@@ -392,278 +296,14 @@ class HfFrontend:
             first = self.tokenizer("", add_special_tokens=True)["input_ids"][:1] if add_special_tokens else []
         return [int(i) for i in [*(i for i in first if i == self.tokenizer.bos_token_id), *ids]]
 
-    def _sampling(self, number: int, info: MediumInfo, choice: SamplingChoice) -> SamplingPlan:
-        if info.modality == "video":
-            try:
-                if choice.searches:
-                    plan = self._plan_of_found(number, choice)
-                else:
-                    plan = SamplingPlan(frame_indices=self._frame_indices(number, info, choice))
-            except PROCESSOR_ERRORS as error:
-                raise UnsupportedInputError(
-                    f"medium {number} (video, {info.num_frames} frames): this model's processor cannot sample it: {error}; request another "
-                    "number of frames"
-                ) from error
-            return self._with_frame_size(number, info, choice, grouped(plan, self._pooled_frames))
-        if info.modality == "audio":
-            assert self._processor is not None
-            rate = int(self._processor.feature_extractor.sampling_rate)
-            samples = self._samples(info, rate)
-            limit = self._adapter.max_audio_samples(self._processor)
-            if limit and samples > limit:
-                if self._policy.audio.too_long == "Reject":
-                    raise UnsupportedInputError(
-                        f"medium {number} (audio) lasts {samples / rate:.1f} s, but this model accepts at most {limit / rate:.1f} s; send a "
-                        "shorter clip or several clips, or set spec.gateway.media.audio.tooLong to Truncate"
-                    )
-                samples = limit
-            return SamplingPlan(sample_rate_hz=rate, num_samples=samples, of_video=info.of_video)
-        return replace(self._image_plan(number, info, choice), page=info.page)
-
-    def _image_plan(self, number: int, info: MediumInfo, choice: SamplingChoice) -> SamplingPlan:
-        """The plan of an image. If the choice changes nothing, it is the plan without one."""
-        plain = SamplingPlan()
-        if choice.min_pixels is None and choice.max_pixels is None and not choice.low_detail:
-            return plain
-        assert self._processor is not None
-        images = self._processor.image_processor
-        default = {name: int(edge) for name, edge in dict(images.size).items() if edge}
-        if not self._adapter.bounds_pixels(images):
-            if choice.min_pixels is not None or choice.max_pixels is not None:
-                raise UnsupportedInputError(
-                    f"medium {number} (image): min_pixels and max_pixels: this model's processor takes no number of pixels; omit them"
-                )
-            lower = set(default) == {"longest_edge"} and default["longest_edge"] > LOW_DETAIL_SIDE
-            plan = SamplingPlan(size={"longest_edge": LOW_DETAIL_SIDE}) if lower else plain
-            same = self._probe_medium(number, info, plan) == self._probe_medium(number, info, plain)
-            return plain if same else plan
-        for name, pixels in (("min_pixels", choice.min_pixels), ("max_pixels", choice.max_pixels)):
-            if pixels is not None and pixels > default["longest_edge"]:
-                raise UnsupportedInputError(
-                    f"medium {number} (image): {name}: {pixels} are more than this model's processor makes of an image, which is "
-                    f"{default['longest_edge']}; request fewer"
-                )
-        most = choice.max_pixels or default["longest_edge"]
-        if choice.low_detail:
-            most = min(most, LOW_DETAIL_SIDE**2)
-        least = min(most, choice.min_pixels or default["shortest_edge"])
-        plan = SamplingPlan(size={"shortest_edge": least, "longest_edge": most})
-        probe = self._probe_medium(number, info, plan)
-        if probe == self._probe_medium(number, info, plain):
-            return plain
-        # Rounding may exceed the maximum for an image far from square.
-        if (pixels := _pixels(probe, images)) > default["longest_edge"]:
-            raise UnsupportedInputError(
-                f"medium {number} (image): min_pixels: this model's processor would make {pixels} pixels of {info.width}x{info.height}, more "
-                f"than its maximum of {default['longest_edge']}; request fewer"
-            )
-        return plan
-
     def amounts(self, media: Sequence[MediumInfo], choices: Sequence[SamplingChoice]) -> list[MediaAmount]:
         """See `Frontend.amounts`."""
+        if self._planner is None:
+            return [MediaAmount() for _ in media]
         return [
-            self._amount(number, info, choice)
+            self._planner.amount(number, info, choice)
             for number, (info, choice) in enumerate(zip(media, choices, strict=True))
         ]
-
-    def _amount(self, number: int, info: MediumInfo, choice: SamplingChoice) -> MediaAmount:
-        if self._processor is None or info.modality == "audio":
-            return MediaAmount()
-        plan = self._sampling(number, info, choice)
-        frames = len(plan.frame_indices)
-        is_video = info.modality == "video"
-        resizer = self._processor.video_processor if is_video else self._processor.image_processor
-        shares_pixels = is_video and self._adapter.frames_share_pixels(resizer)
-        if not (self._adapter.bounds_pixels(resizer) or shares_pixels):
-            return MediaAmount(frames)
-        pixels = _pixels(self._probe_medium(number, info, plan), resizer)
-        side = int(resizer.patch_size) * int(getattr(resizer, "merge_size", 1))
-        return MediaAmount(frames, pixels, least_pixels=side**2)
-
-    def _with_frame_size(
-        self, number: int, info: MediumInfo, choice: SamplingChoice, plain: SamplingPlan
-    ) -> SamplingPlan:
-        """The plan of a video with bounded frames. If the bound changes nothing, it is the plan without one."""
-        assert self._processor is not None
-        assert self._inputs is not None
-        videos = self._processor.video_processor
-        shares_pixels = self._adapter.frames_share_pixels(videos)
-        if choice.max_frame_pixels is None or not (self._adapter.bounds_pixels(videos) or shares_pixels):
-            return plain
-        most, default = choice.max_frame_pixels, self._inputs.video_size
-        if shares_pixels:
-            frames, group = len(plain.frame_indices), int(getattr(videos, "temporal_patch_size", None) or 1)
-            most *= frames + -frames % group
-        if most >= default["longest_edge"]:
-            return plain
-        size = {"shortest_edge": min(most, default["shortest_edge"]), "longest_edge": most}
-        plan = replace(plain, size=size)
-        same = self._probe_medium(number, info, plan) == self._probe_medium(number, info, plain)
-        return plain if same else plan
-
-    def _samples(self, info: MediumInfo, rate: int) -> int:
-        """Number of samples of a whole sound at the model's rate."""
-        return (info.num_samples * rate + info.sample_rate_hz - 1) // max(info.sample_rate_hz, 1)
-
-    def _truncated_seconds(self, info: MediumInfo, plan: SamplingPlan) -> float:
-        if info.modality != "audio":
-            return 0.0
-        return (self._samples(info, plan.sample_rate_hz) - plan.num_samples) / plan.sample_rate_hz
-
-    def _frame_indices(self, number: int, info: MediumInfo, choice: SamplingChoice) -> list[int]:
-        """Frames chosen by the model's own video processor for this choice, thinned evenly to the limit."""
-        assert self._processor is not None
-        chooser, total = self._processor.video_processor, info.num_frames
-        if total < 1 or info.fps <= 0:
-            raise UnsupportedInputError(
-                f"medium {number} (video) has no frames or no frame rate; re-encode the file"
-            )
-        group, most, limit = self._frame_limits(choice)
-        is_requested = choice.fps is not None or choice.num_frames is not None
-        least = min(total, group if is_requested else 2 * group)
-        if total == least:
-            return thinned(range(total), limit)
-        options = self._frames_wished(number, info, choice, group, least, most)
-        if (
-            choice.max_frames is not None
-            and "max_frames" in inspect.signature(chooser.sample_frames).parameters
-        ):
-            options["max_frames"] = max(group, limit)
-        metadata = VideoMetadata(
-            total_num_frames=total,
-            fps=info.fps,
-            duration=total / info.fps,
-            width=info.width,
-            height=info.height,
-        )
-        chosen = {min(total - 1, max(0, int(i))) for i in chooser.sample_frames(metadata=metadata, **options)}
-        return thinned(sorted(chosen), limit)
-
-    def _frame_limits(self, choice: SamplingChoice) -> tuple[int, int, int]:
-        """Frames of a group (a temporal patch, or frames to be pooled), the most of a video, and the most in whole groups."""
-        assert self._processor is not None
-        group = int(getattr(self._processor.video_processor, "temporal_patch_size", None) or 1)
-        group = max(group, self._pooled_frames)
-        most = self._policy.video.max_frames
-        if choice.max_frames is not None:
-            most = min(most, max(group, choice.max_frames))
-        return group, most, max(1, most - most % group)
-
-    def _plan_of_found(self, number: int, choice: SamplingChoice) -> SamplingPlan:
-        """The plan of the frames found in the video, thinned evenly to the limit.
-
-        Nothing is added to frames of timestamps. Others are filled up as the model needs: whole temporal patches, and two of them.
-        """
-        assert self._processor is not None
-        assert choice.found is not None
-        chooser, found = self._processor.video_processor, choice.found.frames
-        group, most, limit = self._frame_limits(choice)
-        if choice.timestamps is not None:
-            if len(found) > limit and choice.max_frames is None:
-                raise UnsupportedInputError(
-                    f"medium {number} (video): timestamps: {len(found)} frames are more than the {limit} that this model takes of at most {most}; "
-                    "request fewer, or raise spec.gateway.media.video.maxFrames"
-                )
-            return _plan_of(thinned(found, limit), group)
-        for maximum in (getattr(chooser, "num_frames", None), getattr(chooser, "max_frames", None)):
-            limit = min(limit, max(group, maximum - maximum % group)) if maximum else limit
-        frames = thinned(found, limit)
-        whole = -(-len(frames) // group) * group
-        return _plan_of(choice.found.filled(frames, min(limit, max(2 * group, whole))), group)
-
-    def _frames_wished(
-        self, number: int, info: MediumInfo, choice: SamplingChoice, group: int, least: int, most: int
-    ) -> dict[str, Any]:
-        """The arguments with which the model's video processor samples frames.
-
-        `group`: frames of a temporal patch. `least`, `most`: frames of this video. A processor with its own number of frames uses that
-        number and not a rate, unless it takes both; a requested rate is converted to the number that it would give otherwise.
-        """
-        assert self._processor is not None
-        chooser, total = self._processor.video_processor, info.num_frames
-        parameters = inspect.signature(chooser.sample_frames).parameters
-        whole = total - total % group
-        if choice.num_frames is not None:
-            if "num_frames" not in parameters:
-                raise UnsupportedInputError(
-                    f"medium {number} (video): num_frames: this model's processor samples by rate alone; use fps"
-                )
-            return {"num_frames": min(max(choice.num_frames, group), whole)}
-        rate = choice.fps or self._policy.video.frames_per_second_milli / 1000
-        rate = min(max(rate, _ROUNDED_UP * least * info.fps / total), info.fps)
-        own_frames = getattr(chooser, "num_frames", None)
-        if own_frames is None:
-            return {"fps": rate}
-        if "skip_secs" in parameters:
-            return {"fps": rate, "num_frames": min(own_frames, most)}
-        if choice.fps is not None:
-            return {"num_frames": min(max(least, int(total / info.fps * rate)), whole)}
-        return {"num_frames": min(own_frames, most, total)}
-
-    def _probe_medium(self, number: int, info: MediumInfo, plan: SamplingPlan) -> Probe:
-        try:
-            probe = self._probe(
-                info.modality,
-                info.width,
-                info.height,
-                tuple(plan.timed_indices),
-                info.fps,
-                info.num_frames,
-                plan.num_samples,
-                tuple(sorted(plan.size.items())),
-            )
-        except PROCESSOR_ERRORS as error:
-            what = (
-                f"{info.num_samples} samples"
-                if info.modality == "audio"
-                else f"{info.width} x {info.height} pixels"
-            )
-            raise UnsupportedInputError(
-                f"medium {number} ({info.modality}, {what}): the model's processor rejected it: {error}; send a different size"
-            ) from error
-        if not probe.replacement.count(self._placeholder[info.modality]):
-            others = [p for m, p in self._placeholder.items() if m != info.modality]
-            if any(other in probe.replacement for other in others):
-                raise UnsupportedInputError(
-                    f"medium {number} ({info.modality}): this model's processor marks {info.modality} with tokens other than "
-                    f"{self._placeholder[info.modality]}, and no adapter defines them; send another modality, or report the model"
-                )
-            raise UnsupportedInputError(
-                f"medium {number} ({info.modality}) is too short or too small to yield a token"
-            )
-        return probe
-
-    def _probe_uncached(
-        self,
-        modality: Modality,
-        width: int,
-        height: int,
-        indices: tuple[int, ...],
-        fps: float,
-        num_frames: int,
-        num_samples: int,
-        size: tuple[tuple[str, int], ...],
-    ) -> Probe:
-        assert self._inputs is not None
-        if modality == "audio":
-            if num_samples < 1:
-                raise ValueError("it has no samples")
-            processed = self._adapter.audio(self._inputs, np.broadcast_to(np.float32(0), (num_samples,)))
-        elif width < 1 or height < 1:
-            raise ValueError("it has no pixels")
-        elif modality == "image":
-            pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
-            processed = self._adapter.image(self._inputs, pixels, dict(size))
-        else:
-            frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
-            processed = self._adapter.video(self._inputs, frames, list(indices), fps, num_frames, dict(size))
-        facts = media_inputs.geometry(processed.outputs)
-        inputs = media_inputs.tensors(processed.outputs)
-        work = self._adapter.work(inputs, facts)
-        if modality == "video":
-            facts |= {"source_fps": fps, "source_num_frames": num_frames}
-        input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
-        return Probe(processed.replacement, facts, work, input_bytes)
 
     def _place(
         self,
@@ -709,6 +349,7 @@ class HfFrontend:
     def _placed(
         self, info: MediumInfo, plan: SamplingPlan, probe: Probe, positions: Sequence[int]
     ) -> MediumLayout:
+        assert self._planner is not None
         decoded = info.decoded_bytes(len(plan.frame_indices), plan.num_samples)
         return MediumLayout(
             modality=info.modality,
@@ -718,7 +359,7 @@ class HfFrontend:
             sampling=plan,
             work=probe.work * plan.pooled_frames,
             host_bytes=decoded + probe.input_bytes * plan.pooled_frames,
-            truncated_seconds=self._truncated_seconds(info, plan),
+            truncated_seconds=self._planner.truncated_seconds(info, plan),
         )
 
 
@@ -744,19 +385,6 @@ def _without_sounds_of_videos(
     return stripped
 
 
-def _plan_of(chosen: Sequence[FoundFrame], group: int) -> SamplingPlan:
-    """The plan of these frames. The last one is repeated up to a whole temporal patch, as processors do if they take fewer."""
-    frames = [*chosen, *[chosen[-1]] * (group - len(chosen))]
-    indices, nominal = [frame.index for frame in frames], [frame.nominal for frame in frames]
-    return SamplingPlan(frame_indices=indices, nominal_indices=[] if nominal == indices else nominal)
-
-
-def _pixels(probe: Probe, processor: Any) -> int:
-    """Pixels of an image, or of each frame of a video, after such a processor has resized it."""
-    (grid,) = next(value for name, value in probe.geometry.items() if name.endswith("grid_thw"))
-    return int(grid[-2] * grid[-1] * int(processor.patch_size) ** 2)
-
-
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending positions as [start, length] runs."""
     runs: list[tuple[int, int]] = []
@@ -766,51 +394,6 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((position, 1))
     return runs
-
-
-def _written(value: Any, *, keys: bool = False) -> Iterator[str]:
-    """Every text by the user in these fields of a message. `keys`: names of fields are by the user, too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, field in value.items():
-            if keys:
-                yield name
-            if keys or name != "type":
-                yield from _written(field, keys=keys or name == "arguments")
-    elif isinstance(value, list):
-        for item in value:
-            yield from _written(item, keys=keys)
-
-
-def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content as a list of parts, and results of tools as text, as templates of multimodal models read them.
-
-    A part keeps only its type and its text, or its reasoning.
-    """
-    normal = []
-    for message in messages:
-        content = message.get("content")
-        if message["role"] == "tool":
-            normal.extend(_as_text([message]))
-            continue
-        if isinstance(content, list):
-            parts = [{k: v for k, v in part.items() if k in ("type", "text", "thinking")} for part in content]
-        else:
-            parts = [{"type": "text", "text": content or ""}]
-        normal.append({**message, "content": parts})
-    return normal
-
-
-def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content as one string, as templates of text models read it; parts stay if one of them is the reasoning."""
-    normal = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and not any("thinking" in part for part in content):
-            content = "".join(part.get("text", "") for part in content)
-        normal.append({**message, "content": content or ""})
-    return normal
 
 
 def load_processor(folder: Path, adapter: Adapter, model: ModelSpec) -> tuple[Any, Any | None]:

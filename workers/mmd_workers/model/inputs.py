@@ -23,6 +23,17 @@ from mmd_api.contract.pools import Modality
 CHANNELS_FIRST = {"input_data_format": "channels_first", "return_tensors": "pt"}
 LARGEST_FACT = 64  # a tensor of up to this many integers counts as a fact about a medium, not as data
 
+PROCESSOR_ERRORS = (
+    ValueError,
+    ZeroDivisionError,
+    RuntimeError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    KeyError,
+)
+"""What processors raise about a medium or a conversation that they cannot take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Processed:

@@ -49,7 +49,11 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class MediumLayout:
-    """Position of one medium in the prompt. Lengths of `ranges` ([start, length]) add up to `num_tokens`."""
+    """Position of one medium in the prompt.
+
+    `num_tokens`: the placeholders that the model's own processor makes of the medium (`SamplingPlanner.probe`). The lengths of
+    `ranges` ([start, length]) add up to it.
+    """
 
     modality: Modality
     num_tokens: int

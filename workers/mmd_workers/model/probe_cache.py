@@ -15,7 +15,10 @@ KEY_ELEMENT_BYTES = 40  # an integer and the tuple's reference to it
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The facts of one processed medium: its text, its geometry, its work, and the bytes of the tower's inputs."""
+    """The facts of one processed medium: its text, its geometry, its work, and the bytes of the tower's inputs.
+
+    The placeholders in the text `replacement` are the tokens of the medium.
+    """
 
     replacement: str
     geometry: dict[str, Any]
