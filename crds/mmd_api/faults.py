@@ -186,8 +186,8 @@ def _broken(part: BaseModel, location: Location, *, in_cluster: bool) -> Iterato
 def _structural_fault(model: type[BaseModel], detail: ErrorDetails, secret: bool) -> Fault:
     location = detail["loc"]
     if secret and detail["type"] == "extra_forbidden":
-        known = ", ".join(_fields_at(model, location[:-1]))
-        return Fault(field_path(location[:-1]), f"has an unknown field; valid fields: {known}")
+        field_names = ", ".join(_fields_at(model, location[:-1]))
+        return Fault(field_path(location[:-1]), f"has an unknown field; valid fields: {field_names}")
     return Fault(
         field_path(location), _message(model, detail, "the value" if secret else _shown(detail["input"]))
     )

@@ -28,7 +28,7 @@ _HEAD = """\
 - **Pipeline revision:** ten hex digits in the names of pods, subjects and streams; pods of different revisions never communicate. It changes
   with `model.id`, `model.revision`, `model.dtype`, `model.storage` (type, claim, sub-path, URL, and the claim of the cache), `gateway.media.video.maxFrames` and
   `framesPerSecondMilli`, `gateway.media.document.dotsPerInch`, `decode.kvBlockTokens`, `engine.type`, `engine.kvDtype`, `engine.adapters`, `quantization`, `kvCacheDtype` and `extraArgs` of
-  `engine.prefill` and `engine.decode`, `transfer.kv.backend` (with `Auto`, with `gpus` where the transport is another then) and `wireFormat`, `image.worker` and the wire version, and with nothing else.
+  `engine.prefill` and `engine.decode`, how KV travels if there is a prefill pool (`transfer.kv.backend`, with `Auto` the `gpus` of both pools, and `wireFormat`), `image.worker` and the wire version, and with nothing else.
 - **`spec.replicas` of a pool's StatefulSet** is what it is created with. From then on it belongs to the autoscaler, which writes it
   through `/scale`; an apply leaves it out.
 - **Credentials:** `nats.credentialsSecret` names a Secret with the keys `username` and `password`; `model.storage.tokenSecret` one with

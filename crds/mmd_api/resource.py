@@ -89,13 +89,18 @@ def load(path: str | Path) -> MultimodalDeployment:
     Raises:
         InvalidDeploymentError: the file cannot be read, is not YAML, has faults, or holds more than one.
     """
-    found = load_all(path)
-    if len(found) > 1:
-        names = ", ".join(d.metadata.name for d in found)
+    resources = load_all(path)
+    if len(resources) > 1:
+        names = ", ".join(d.metadata.name for d in resources)
         raise InvalidDeploymentError(
-            [Fault("", f"{len(found)} deployments ({names}), but one is expected; put each in its own file")]
+            [
+                Fault(
+                    "",
+                    f"{len(resources)} deployments ({names}), but one is expected; put each in its own file",
+                )
+            ]
         )
-    return found[0]
+    return resources[0]
 
 
 def load_all(path: str | Path) -> list[MultimodalDeployment]:

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +57,10 @@ def binaries() -> Path:
 
 
 def write_kubeconfig(path: Path, server: str, token: str) -> Path:
-    """Write a kubeconfig for an API server or its stand-in. Nobody checks the server's certificate."""
+    """Write a kubeconfig for an API server or its stand-in. Nobody checks the server's certificate.
+
+    The file is replaced as a whole: another process may be reading the one that is there.
+    """
     body = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -65,8 +69,9 @@ def write_kubeconfig(path: Path, server: str, token: str) -> Path:
         "users": [{"name": "test", "user": {"token": token}}],
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
     }
-    path.write_text(yaml.safe_dump(body))
-    return path
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    partial.write_text(yaml.safe_dump(body))
+    return partial.replace(path)
 
 
 class ControlPlane:

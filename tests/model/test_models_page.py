@@ -36,7 +36,7 @@ def test_the_page_lists_the_architectures_under_test_with_their_modalities() -> 
 
 
 def test_architectures_under_test_and_random_checkpoints_are_the_same() -> None:
-    recipes = runpy.run_path(str(ROOT / "examples" / "random_model.py"))["ARCHITECTURES"]
+    recipes = runpy.run_path(str(ROOT / "support" / "oracles" / "random_model.py"))["ARCHITECTURES"]
     assert recipes.keys() == zoo.MODALITIES.keys()
 
 

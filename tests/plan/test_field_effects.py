@@ -47,6 +47,7 @@ BASE: dict[str, Any] = {
         },
     },
     "decode": {"gpus": 0, "autoscaling": {"maxReplicas": 4}},
+    "transfer": {"kv": {"backend": "Nccl"}},
     "nats": {"url": "nats://one:4222", "credentialsSecret": "one"},
     "gateway": {
         "auth": {"keysSecret": "one", "oidc": {"issuer": "https://one.example.com", "audience": "one"}},

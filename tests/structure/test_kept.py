@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from support.cluster.control_plane import write_kubeconfig
 from support.cluster.standin import eventually
 from support.servers.kept import Kept
 
@@ -78,3 +80,12 @@ def test_a_program_that_does_not_start_is_reported_with_its_output(tmp_path: Pat
     failing = Kept(tmp_path, command(tmp_path, "raise SystemExit('no such server')"), 60)
     with pytest.raises(RuntimeError, match="no such server"), failing.use():
         pass
+
+
+def test_a_kubeconfig_that_is_written_again_stays_whole_for_its_readers(tmp_path: Path) -> None:
+    path = write_kubeconfig(tmp_path / "kubeconfig.yaml", "https://127.0.0.1:1", "first")
+    with path.open() as reader:
+        write_kubeconfig(path, "https://127.0.0.1:1", "second")
+        assert yaml.safe_load(reader)["users"][0]["user"] == {"token": "first"}
+    assert yaml.safe_load(path.read_text())["users"][0]["user"] == {"token": "second"}
+    assert [file.name for file in tmp_path.iterdir()] == ["kubeconfig.yaml"]

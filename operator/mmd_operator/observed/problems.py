@@ -123,10 +123,10 @@ def waiting_for_nodes(pods: Iterable[PodView], now: float, deadlines: Mapping[st
         if pod.unschedulable and not pod.deleting and pod_problem(pod, now, limits) is None:
             waiting.setdefault(pod.component, []).append(pod)
     parts = []
-    for component, found in sorted(waiting.items()):
+    for component, problems in sorted(waiting.items()):
         seconds = deadlines.get(component, Deadlines()).scheduling_seconds
-        count = f"1 {component} pod is" if len(found) == 1 else f"{len(found)} {component} pods are"
-        parts.append(f"{count} waiting for a node, for up to {seconds:.0f} s ({found[0].unschedulable})")
+        count = f"1 {component} pod is" if len(problems) == 1 else f"{len(problems)} {component} pods are"
+        parts.append(f"{count} waiting for a node, for up to {seconds:.0f} s ({problems[0].unschedulable})")
     return "; ".join(parts)
 
 

@@ -88,13 +88,11 @@ class Removal:
             if not child.deleting:
                 await self._delete(child)
         held = [pod.name for pod in observed.pods_of("gateway")]
-        left = self._drain_seconds(body)
-        if (gateways or held) and left > 0:
-            message = (
-                f"waiting up to {left:.0f} s for gateway pods to finish their requests ({len(held)} left)"
-            )
+        remaining_seconds = self._drain_seconds(body)
+        if (gateways or held) and remaining_seconds > 0:
+            message = f"waiting up to {remaining_seconds:.0f} s for gateway pods to finish their requests ({len(held)} left)"
             await self._status.publish_removing(body, "Draining", message if held else "stopping the gateway")
-            return min(self._context.pauses.moving_seconds, left)
+            return min(self._context.pauses.moving_seconds, remaining_seconds)
         if held and not self._drain_overdue:
             self._drain_overdue = True
             names = ", ".join(held[:5])

@@ -275,8 +275,8 @@ async def test_tools_that_grow_when_rendered_are_refused_before_encoding(
     assert frontend.renders_tools
     assert frontend.call_spelling is not None
     rendering, encoded = [], []
-    render, encode = frontend._render, frontend._encode
-    monkeypatch.setattr(frontend, "_render", lambda *args: rendering.append(1) or render(*args))
+    render, encode = frontend._template.render, frontend._encode
+    monkeypatch.setattr(frontend._template, "render", lambda *args: rendering.append(1) or render(*args))
     monkeypatch.setattr(
         frontend, "_encode", lambda text, *args, **more: encoded.append(text) or encode(text, *args, **more)
     )

@@ -233,17 +233,20 @@ class Engine:
         """
         self.table.check_new(sequence_id)
         self._check_fits(prompt_tokens, max_tokens, companion_tokens)
-        there = self.scheduler.places + self.table.reserved_places
-        if there + (2 if companion_tokens else 1) > self.scheduler.max_sequences:
+        num_sequences = self.scheduler.places + self.table.reserved_places
+        if num_sequences + (2 if companion_tokens else 1) > self.scheduler.max_sequences:
             raise OverloadedError(
-                f"{there} of {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
+                f"{num_sequences} of {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
             )
         size, pool = self.blocks.block_tokens, self.blocks
         cached_blocks = pool.find(prefix[: prompt_tokens // size]) if self.scheduler.prefix_cache else []
         own_blocks = pool.blocks_for(prompt_tokens + 1) - len(cached_blocks)
         companion_blocks = pool.blocks_for(companion_tokens + 1) if companion_tokens else 0
         check_spare(
-            own_blocks + companion_blocks, there, pool.available_beside(cached_blocks), pool.num_blocks
+            own_blocks + companion_blocks,
+            num_sequences,
+            pool.available_beside(cached_blocks),
+            pool.num_blocks,
         )
         pool.share(cached_blocks)
         try:

@@ -392,12 +392,12 @@ class PairStore(Store):
 
 
 def _lost(error: OSError) -> LinkError:
-    found = (
+    what = (
         "did not answer within the connect deadline"
         if isinstance(error, TimeoutError)
         else f"was lost ({error})"
     )
-    return LinkError(f"the peer {found}; offer again")
+    return LinkError(f"the peer {what}; offer again")
 
 
 def _left(deadline: float) -> float:

@@ -318,10 +318,10 @@ class HfFrontend:
         total = sum(
             p.replacement.count(self._placeholder[i.modality]) for i, p in zip(media, probes, strict=True)
         )
-        found = sum(1 for token in token_ids if token in self._placeholder_ids)
-        if total != found or len(order) != sum(not info.of_video for info in media):
+        num_placeholders = sum(1 for token in token_ids if token in self._placeholder_ids)
+        if total != num_placeholders or len(order) != sum(not info.of_video for info in media):
             raise CountMismatchError(
-                f"{total} placeholders of {len(media)} media were laid out, but the template and tokenizer made {found} of "
+                f"{total} placeholders of {len(media)} media were laid out, but the template and tokenizer made {num_placeholders} of "
                 f"{len(order)}; the checkpoint's chat template and tokenizer disagree"
             )
         queues = {
@@ -334,16 +334,18 @@ class HfFrontend:
             counts = {n: probes[n].replacement.count(self._placeholder[media[n].modality]) for n in group}
             group_positions = [next(positions) for _ in range(sum(counts.values()))]
             for number in group:
-                own = group_positions
+                medium_positions = group_positions
                 if len(group) > 1:
                     token = self._adapter.placeholder_id(media[number].modality)
-                    own = [position for position in group_positions if token_ids[position] == token]
-                if len(own) != counts[number]:
+                    medium_positions = [
+                        position for position in group_positions if token_ids[position] == token
+                    ]
+                if len(medium_positions) != counts[number]:
                     raise CountMismatchError(
-                        f"medium {number} ({media[number].modality}) has {counts[number]} placeholders, but {len(own)} beside those of the same "
+                        f"medium {number} ({media[number].modality}) has {counts[number]} placeholders, but {len(medium_positions)} beside those of the same "
                         "file; the checkpoint's processor disagrees with itself"
                     )
-                placed[number] = self._placed(media[number], plans[number], probes[number], own)
+                placed[number] = self._placed(media[number], plans[number], probes[number], medium_positions)
         return [placed[n] for n in range(len(media))]
 
     def _placed(

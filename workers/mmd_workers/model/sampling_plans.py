@@ -252,18 +252,18 @@ class SamplingPlanner:
         Nothing is added to frames of timestamps. Others are filled up as the model needs: whole temporal patches, and two of them.
         """
         assert choice.found is not None
-        chooser, found = self._processor.video_processor, choice.found.frames
+        chooser, frames_found = self._processor.video_processor, choice.found.frames
         group, most, limit = self._frame_limits(choice)
         if choice.timestamps is not None:
-            if len(found) > limit and choice.max_frames is None:
+            if len(frames_found) > limit and choice.max_frames is None:
                 raise UnsupportedInputError(
-                    f"medium {number} (video): timestamps: {len(found)} frames are more than the {limit} that this model takes of at most {most}; "
+                    f"medium {number} (video): timestamps: {len(frames_found)} frames are more than the {limit} that this model takes of at most {most}; "
                     "request fewer, or raise spec.gateway.media.video.maxFrames"
                 )
-            return _plan_of(thinned(found, limit), group)
+            return _plan_of(thinned(frames_found, limit), group)
         for maximum in (getattr(chooser, "num_frames", None), getattr(chooser, "max_frames", None)):
             limit = min(limit, max(group, maximum - maximum % group)) if maximum else limit
-        frames = thinned(found, limit)
+        frames = thinned(frames_found, limit)
         whole = -(-len(frames) // group) * group
         return _plan_of(choice.found.filled(frames, min(limit, max(2 * group, whole))), group)
 

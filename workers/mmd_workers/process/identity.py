@@ -90,9 +90,9 @@ def _commits(settings: WorkerSettings, pinned: PinnedRevision) -> Iterator[str]:
     """The commits in use by this process, and the pinned ones."""
     yield f"model commit {settings.commit or 'none'}, pinned {pinned.commit or 'none'}"
     for adapter in pinned.adapters:
-        found = settings.adapter_commits.get(adapter.name, "none")
-        if found != adapter.commit:
-            yield f"commit {found} of adapter {adapter.name}, pinned {adapter.commit}"
+        commit = settings.adapter_commits.get(adapter.name, "none")
+        if commit != adapter.commit:
+            yield f"commit {commit} of adapter {adapter.name}, pinned {adapter.commit}"
 
 
 @dataclass(frozen=True, slots=True)

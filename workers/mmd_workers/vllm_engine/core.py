@@ -297,14 +297,16 @@ class VllmCore:
         check_unguided(companion_tokens)
         self._check_fits(prompt_tokens, max_tokens)
         assert self._kv is not None
-        there = len(self.table.reservations) + sum(self._scheduler.get_request_counts())
-        if there >= self._max_sequences:
-            raise OverloadedError(f"{there} sequences are on this pod already; retry when one has finished")
+        num_sequences = len(self.table.reservations) + sum(self._scheduler.get_request_counts())
+        if num_sequences >= self._max_sequences:
+            raise OverloadedError(
+                f"{num_sequences} sequences are on this pod already; retry when one has finished"
+            )
         first_step = min(prompt_tokens + 1 + self._num_drafts, self.max_model_len)
         shared = self.prefix_blocks.cached(prefix, prompt_tokens)
         needed = blocks_for(first_step, self._block_tokens) - len(shared)
         free = self._pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in shared)
-        check_spare(needed, there, free, self._num_blocks)
+        check_spare(needed, num_sequences, free, self._num_blocks)
         if needed > free:
             raise OverloadedError(
                 f"{needed} KV blocks are needed, {free} are available; try another decode worker, or give the pool more memory"

@@ -174,14 +174,14 @@ def _download(
             if stop.is_set():
                 return
         _sync(content)
-        found = _digest(content, file, progress)
+        digest = _digest(content, file, progress)
     wanted = file.digest.partition(":")[2]
-    if found != wanted:
+    if digest != wanted:
         part.unlink()
         progress.present(-file.size)
         raise WeightsError(
             "WeightsDamaged",
-            f"{source.download.field}: {source.download.url}: {file.name} has digest {found} instead of {wanted}, and was "
+            f"{source.download.field}: {source.download.url}: {file.name} has digest {digest} instead of {wanted}, and was "
             "deleted; if this happens again, the file at its source is damaged: upload it again",
         )
     part.rename(target)

@@ -184,9 +184,9 @@ class PeerDirectory:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
-            there = ", ".join(f"{beat.pod}={beat.state}" for beat in self._table.heartbeats()) or "none"
+            heartbeats = ", ".join(f"{beat.pod}={beat.state}" for beat in self._table.heartbeats()) or "none"
             raise DeadlineError(
-                f"the expected pods did not appear within {timeout:.1f} s; present: {there}"
+                f"the expected pods did not appear within {timeout:.1f} s; present: {heartbeats}"
             ) from error
 
     async def _on_heartbeat(self, heartbeat: Heartbeat) -> None:

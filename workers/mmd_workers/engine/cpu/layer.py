@@ -91,9 +91,9 @@ class PackedLayer:
         if set(feed_forward) != set(FEED_FORWARD) or activation is None:
             raise UnsuitedLayerError(f"{type(mlp).__name__} consists of {_names(mlp)}")
         for module in (layer, attention, mlp):
-            if own := [name for name, _ in module.named_parameters(recurse=False)]:
+            if parameters := [name for name, _ in module.named_parameters(recurse=False)]:
                 raise UnsuitedLayerError(
-                    f"{type(module).__name__} has parameters of its own: {', '.join(own)}"
+                    f"{type(module).__name__} has parameters of its own: {', '.join(parameters)}"
                 )
         if call.dim % 16:
             raise UnsuitedLayerError(f"its heads have {call.dim} dimensions, not a multiple of 16")

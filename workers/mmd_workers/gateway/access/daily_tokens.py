@@ -42,14 +42,14 @@ class DailyTokens:
         Raises:
             PeerLostError: the records cannot be reached.
         """
-        tenants = [known for known in self._tenants() if known.tenant.limits.tokens_per_day is not None]
+        tenants = [account for account in self._tenants() if account.tenant.limits.tokens_per_day is not None]
         if not tenants:
             return
         if not self._there:
             await self._records.ensure()
             self._there = True
-        for known in tenants:
-            await self._exchange(known)
+        for account in tenants:
+            await self._exchange(account)
 
     async def _exchange(self, known: KnownTenant) -> None:
         """Exchange the counts of a tenant. A server that has lost its records gets back the counts known here."""

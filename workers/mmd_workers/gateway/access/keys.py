@@ -71,17 +71,17 @@ class Access:
         remembered = self._removed | self._known
         current, by_digest = {}, dict[bytes, tuple[KnownTenant, datetime | None]]()
         for tenant in tenants:
-            known = current[tenant.name] = remembered.get(tenant.name) or KnownTenant(tenant)
-            known.tenant = tenant
-            by_digest |= {digest_of(key): (known, key.expires) for key in tenant.keys}
+            account = current[tenant.name] = remembered.get(tenant.name) or KnownTenant(tenant)
+            account.tenant = tenant
+            by_digest |= {digest_of(key): (account, key.expires) for key in tenant.keys}
         for removed in self._known.keys() - current.keys():
             for counter in (self._metrics.tenant_requests, self._metrics.tenant_work):
                 counter.remove_by_labels({"tenant": removed})
         now = time.monotonic()
         self._removed = {
-            name: known
-            for name, known in remembered.items()
-            if name not in current and known.usage.counts(now)
+            name: account
+            for name, account in remembered.items()
+            if name not in current and account.usage.counts(now)
         }
         self._known, self._by_digest, self.fault = current, by_digest, ""
 
@@ -127,10 +127,10 @@ class Access:
             raise self._refused(
                 "unknown", "the API key is not valid; check that it is complete, or use another"
             )
-        known, expires = entry
+        account, expires = entry
         if expires is not None and datetime.now(UTC) >= expires:
             raise self._refused("expired", f"the API key has expired ({expires.isoformat()}); use a new one")
-        return known
+        return account
 
     def named(self, name: str, default: str | None) -> KnownTenant:
         """The tenant that a valid token names, or else that of `spec.gateway.auth.oidc.defaultTenant`.
@@ -139,8 +139,8 @@ class Access:
             UnknownTenantError: there is no such tenant.
         """
         for candidate in (name, default):
-            if candidate and (known := self._known.get(candidate)):
-                return known
+            if candidate and (account := self._known.get(candidate)):
+                return account
         self._metrics.refused_keys.labels("tenant").inc()
         if default:
             _warn(
@@ -208,8 +208,8 @@ class Access:
     def sample(self) -> None:
         """Set the gauge of requests in flight, at a scrape."""
         self._metrics.tenant_running.clear()
-        for name, known in self._known.items():
-            self._metrics.tenant_running.labels(name).set(known.usage.running)
+        for name, account in self._known.items():
+            self._metrics.tenant_running.labels(name).set(account.usage.running)
 
     def summary(self) -> dict[str, Any]:
         """The section of `/debug/state` about keys."""

@@ -246,11 +246,11 @@ class Files:
 
     def _check_room(self, tenant: str, most_bytes: int, now: float) -> None:
         spec, files = self.spec, list(self._entries)
-        own = [file for file in files if file.tenant == tenant]
-        of_tenant, of_all = _taken(own, now), _taken(files, now)
-        if len(own) >= spec.max_tenant_files:
+        tenant_files = [file for file in files if file.tenant == tenant]
+        of_tenant, of_all = _taken(tenant_files, now), _taken(files, now)
+        if len(tenant_files) >= spec.max_tenant_files:
             raise FileQuotaError(
-                f"the tenant has {_counted(own)}, and its limit is {spec.max_tenant_files}; delete files and retry, or raise "
+                f"the tenant has {_counted(tenant_files)}, and its limit is {spec.max_tenant_files}; delete files and retry, or raise "
                 "spec.gateway.files.maxFiles"
             )
         if len(files) >= spec.max_files:

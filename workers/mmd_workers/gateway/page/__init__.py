@@ -69,8 +69,8 @@ def _route(path: str, body: bytes, content_type: str, is_served: Callable[[], bo
     async def answer(request: Request) -> Response:
         if not is_served():
             raise HTTPException(404)
-        known = request.headers.get("if-none-match", "").replace("W/", "").split(",")
-        if etag in (tag.strip() for tag in known):
+        etags = request.headers.get("if-none-match", "").replace("W/", "").split(",")
+        if etag in (tag.strip() for tag in etags):
             return Response(status_code=304, headers=headers)
         return Response(body, headers={**headers, "content-type": content_type})
 

@@ -225,10 +225,10 @@ class FairAdmission:
     def ended(self, admission: Admission, started: Started, tokens: int) -> None:
         """Note that a request needs no pod any more. `tokens`: of all its answers; its tenant is charged for the unexpected ones."""
         self._room.remove(started)
-        known, extra_tokens = admission.known, tokens - admission.size.output_tokens
+        account, extra_tokens = admission.known, tokens - admission.size.output_tokens
         seconds = extra_tokens * admission.size.slots * self._capacity_now().token_seconds
-        known.usage.correct_work(known.tenant.limits, self._gateways(), seconds, self._clock())
-        self._queue.charge(known.name, seconds)
+        account.usage.correct_work(account.tenant.limits, self._gateways(), seconds, self._clock())
+        self._queue.charge(account.name, seconds)
         self._start_what_may()
 
     def resize(self, admission: Admission, size: Size) -> None:
@@ -383,12 +383,14 @@ class FairAdmission:
         self._claim.end(waiting, self._clock())
 
     def _note_start(self, admission: Admission) -> None:
-        now, known, seconds = time.time(), admission.known, admission.waiting.work_seconds
+        now, account, seconds = time.time(), admission.known, admission.waiting.work_seconds
         admission.timeline.at_gateway = "placement"
-        known.usage.begin_work(seconds, self._clock())
-        known.usage.tokens.add(admission.size.all_prompt_tokens)
-        self._metrics.queue_seconds.labels(known.tenant.priority).observe(max(0.0, now - admission.asked_at))
-        self._metrics.tenant_work.labels(self._access.label_of(known)).inc(seconds)
+        account.usage.begin_work(seconds, self._clock())
+        account.usage.tokens.add(admission.size.all_prompt_tokens)
+        self._metrics.queue_seconds.labels(account.tenant.priority).observe(
+            max(0.0, now - admission.asked_at)
+        )
+        self._metrics.tenant_work.labels(self._access.label_of(account)).inc(seconds)
         if now - admission.asked_at > NOTED_SECONDS:
             admission.timeline.add("gateway", [Phase("admission", admission.asked_at, now)])
 
@@ -412,15 +414,15 @@ class FairAdmission:
         """Return 429 if the tenant has more waiting than its share of the queue, 503 if no tenant has more."""
         name, tenants, queue = excess.tenant, self._queue.tenants(), self._queue
         part = tenants[name] / sum(tenants.values())
-        own, whole, most = queue.work_seconds(name), queue.work_seconds(), self.max_seconds()
-        unit, form, is_over_share = "s of work", ".3g", own - excess.work_seconds > part * most
+        of_tenant, whole, most = queue.work_seconds(name), queue.work_seconds(), self.max_seconds()
+        unit, form, is_over_share = "s of work", ".3g", of_tenant - excess.work_seconds > part * most
         if queue.num_bytes() > self.max_bytes:
-            own, whole, most = queue.num_bytes(name), queue.num_bytes(), self.max_bytes
-            unit, form, is_over_share = "bytes", ".0f", own - excess.num_bytes > part * most
+            of_tenant, whole, most = queue.num_bytes(name), queue.num_bytes(), self.max_bytes
+            unit, form, is_over_share = "bytes", ".0f", of_tenant - excess.num_bytes > part * most
         seconds = self._retry_seconds(name)
         if is_over_share and len(tenants) > 1:
             return TooManyRequestsError(
-                f"tenant {name} has {own:{form}} {unit} waiting, and its share of the gateway's queue is {part * most:{form}} while {len(tenants)} "
+                f"tenant {name} has {of_tenant:{form}} {unit} waiting, and its share of the gateway's queue is {part * most:{form}} while {len(tenants)} "
                 f"tenants wait; retry in {math.ceil(seconds)} s, or send less at once",
                 retry_after_seconds=seconds,
             )
