@@ -126,7 +126,8 @@ class MetricTable:
         """Text and labels of the families, by name."""
         title, registry = "", self.registry
         exposed: CollectorRegistry | None = registry
-        for attribute, declared in list(vars(type(self)).items()):
+        tables = [vars(kind) for kind in reversed(type(self).__mro__)]
+        for attribute, declared in [item for table in tables for item in table.items()]:
             if isinstance(declared, Section):
                 title = declared.title
                 belongs = not roles or not declared.roles or not set(roles).isdisjoint(declared.roles)
