@@ -12,7 +12,14 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from mmd_api.readers import Effect, canonical, effect_of, part_of, selected
+from mmd_api.readers import (
+    Effect,
+    canonical,
+    effect_of,
+    part_of,
+    selected,
+    with_kv_backend_as_before_auto,
+)
 from mmd_api.resource import GROUP
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 
@@ -45,7 +52,8 @@ def spec_digest(spec: MultimodalDeploymentSpec) -> str:
 
     Fields with their defaults do not count, so that the digest outlives releases that only add fields.
     """
-    return hashlib.sha256(canonical(selected(spec, is_read_by_pods)).encode()).hexdigest()[:10]
+    fields = selected(with_kv_backend_as_before_auto(spec), is_read_by_pods)
+    return hashlib.sha256(canonical(fields).encode()).hexdigest()[:10]
 
 
 def restored(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from mmd_api.contract.pools import POOL_NAMES, PoolName, Role
 from mmd_api.contract.version import WIRE_VERSION
 from mmd_api.readers import (
     EVERY_READER,
+    FIRST_KV_BACKEND,
     Component,
     Reader,
     canonical,
@@ -21,6 +22,8 @@ from mmd_api.readers import (
     readers_of,
     replacing,
     selected,
+    with_first_kv_backend,
+    with_kv_backend_as_before_auto,
 )
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.media import DocumentPolicy
@@ -67,13 +70,6 @@ _KV_FORMAT = ("Auto", "Native")
 They stay in the revision, so that the revisions of running deployments do not change.
 """
 
-_FIRST_KV_BACKEND = "Nccl"
-"""The default from before backends were in the revision.
-
-It is left out, so that the revisions of running deployments do not change. So is every backend where no KV
-travels.
-"""
-
 _FIRST_DOTS_PER_INCH = DocumentPolicy().dots_per_inch
 """The default since documents are served. It is left out of the revision too."""
 
@@ -108,7 +104,7 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
         meaning["pooled frames"] = frames
     if (document := spec.gateway.media.document.dots_per_inch) != _FIRST_DOTS_PER_INCH:
         meaning["document"] = document
-    if spec.prefill is not None and spec.kv_backend != _FIRST_KV_BACKEND:
+    if spec.prefill is not None and spec.kv_backend != FIRST_KV_BACKEND:  # without prefill pods no KV travels
         meaning["backend"] = spec.kv_backend
     pool_dtype, wire_format = spec.engine.kv_dtype, spec.transfer.kv.wire_format
     if pool_dtype != "Model":
@@ -127,14 +123,6 @@ def pipeline_revision(spec: MultimodalDeploymentSpec) -> str:
     return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _with_kv_backend(spec: MultimodalDeploymentSpec) -> MultimodalDeploymentSpec:
-    """The spec with the transport of KV in place of `Auto`: the pods of a pool do not read the GPUs of another pool."""
-    if spec.prefill is None:
-        return spec
-    kv = spec.transfer.kv.model_copy(update={"backend": spec.kv_backend})
-    return spec.model_copy(update={"transfer": spec.transfer.model_copy(update={"kv": kv})})
-
-
 def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
     """Short hash of all parts of the spec that make the pods of a component.
 
@@ -147,7 +135,7 @@ def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
         "component": component,
         "roles": roles,
         "revision": "" if component == "nats" else pipeline_revision(spec),
-        "fields": selected(spec, replacing(component, readers)),
+        "fields": selected(with_kv_backend_as_before_auto(spec), replacing(component, readers)),
     }
     return hashlib.sha256(canonical(content).encode()).hexdigest()[:16]
 
@@ -193,7 +181,7 @@ class PipelineConfig(ApiModel):
             "name": name,
             "revision": pipeline_revision(spec),
             "readers": readers,
-            "spec": selected(_with_kv_backend(spec), read_by(readers)),
+            "spec": selected(with_kv_backend_as_before_auto(spec), read_by(readers)),
         }
         if pinned is not None:
             content["pinned"] = pinned.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -226,7 +214,7 @@ class PipelineConfig(ApiModel):
         """
         config = cls.model_validate(json.loads(text), context=STRUCTURE_ONLY)
         if config.readers is not None:
-            spec = limited_to(config.spec, read_by(config.readers))
+            spec = limited_to(with_first_kv_backend(config.spec), read_by(config.readers))
             return config.model_copy(update={"spec": spec})
         return config
 

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from mmd_api.base import ApiModel
 from mmd_api.contract.pools import POOL_NAMES, PoolName, Role
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.transfer import KvBackend
 
 Component = Literal["gateway", "nats", "encoder", "prefill", "decode"]
 Reader = Literal["gateway", "encode", "prefill", "decode"]
@@ -339,6 +340,37 @@ def selected(part: ApiModel, wanted: Wanted, prefix: str = "") -> dict[str, Any]
             dumped = part.model_dump(mode="json", by_alias=True, include={name}, exclude_none=True)
             result |= dumped
     return result
+
+
+FIRST_KV_BACKEND: KvBackend = "Nccl"
+"""The default of `transfer.kv.backend` before there was Auto.
+
+Revisions, hashes and files of workers leave it out, as they did then: those of running deployments do not change, and workers
+and operators of different releases understand each other.
+"""
+
+
+def with_kv_backend_as_before_auto(spec: MultimodalDeploymentSpec) -> MultimodalDeploymentSpec:
+    """The spec with the transport of KV named unless it is `FIRST_KV_BACKEND`; for `selected`, which leaves Auto out.
+
+    The pods of a pool do not read the GPUs of another pool, so Auto means nothing to them.
+    """
+    backend = spec.transfer.kv.backend
+    if backend == "Auto" and spec.prefill is not None:
+        backend = spec.kv_backend
+    return _with_kv_backend(spec, "Auto" if backend == FIRST_KV_BACKEND else backend)
+
+
+def with_first_kv_backend(spec: MultimodalDeploymentSpec) -> MultimodalDeploymentSpec:
+    """The spec of a worker's file, with the transport of KV that the file leaves out."""
+    return _with_kv_backend(spec, FIRST_KV_BACKEND) if spec.transfer.kv.backend == "Auto" else spec
+
+
+def _with_kv_backend(
+    spec: MultimodalDeploymentSpec, backend: Literal["Auto", KvBackend]
+) -> MultimodalDeploymentSpec:
+    kv = spec.transfer.kv.model_copy(update={"backend": backend})
+    return spec.model_copy(update={"transfer": spec.transfer.model_copy(update={"kv": kv})})
 
 
 def read_by(readers: Sequence[Reader]) -> Wanted:

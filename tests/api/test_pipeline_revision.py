@@ -3,7 +3,9 @@ import json
 import pytest
 
 from mmd_api import pipeline
-from mmd_api.pipeline import PipelineConfig, pipeline_revision
+from mmd_api.history import is_read_by_pods, spec_digest
+from mmd_api.pipeline import PipelineConfig, inputs_of, pipeline_revision
+from mmd_api.readers import selected, with_kv_backend_as_before_auto
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.status import MultimodalDeploymentStatus, PinnedRevision
 from support.cluster.manifests import base_manifest, merge
@@ -171,9 +173,22 @@ def test_auto_is_the_backend_that_fits_the_gpus(prefill_gpus, decode_gpus, backe
     left_out = MultimodalDeployment.parse(merge(base_manifest(), {"spec": {**spec, "transfer": None}})).spec
     assert left_out.kv_backend == backend
     assert pipeline_revision(left_out) == pipeline_revision(named)
+    assert spec_digest(left_out) == spec_digest(named)
     for pool in ("prefill", "decode"):  # which read no other pool's gpus
+        assert inputs_of(left_out, pool) == inputs_of(named, pool)
         config = PipelineConfig.of(left_out, "somewhere", "sample", pool)
         assert config.spec.transfer.kv.backend == config.spec.kv_backend == backend
+
+
+def test_files_and_hashes_leave_the_first_kv_backend_out_as_they_always_did():
+    pools = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}
+    for more in (pools, {"prefill": None, "decode": {"gpus": 1}}):
+        stored = MultimodalDeployment.parse(merge(base_manifest(), {"spec": {**more, "transfer": NCCL}})).spec
+        assert "transfer" not in selected(with_kv_backend_as_before_auto(stored), is_read_by_pods)
+    named = MultimodalDeployment.parse(merge(base_manifest(), {"spec": {**pools, "transfer": NCCL}})).spec
+    file = json.loads(PipelineConfig.text_for(named, "somewhere", "sample", "decode"))
+    assert "transfer" not in file["spec"]
+    assert PipelineConfig.parse(json.dumps(file)).spec.kv_backend == "Nccl"
 
 
 @pytest.mark.parametrize("engine", ["Native", "VLLM"])

@@ -31,7 +31,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 def test_random_requests_get_answers_and_leave_nothing_behind(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuzzing, "REPEATED_SHARE", 0.3)  # so that each way has its answers on a slow machine too
+    monkeypatch.setattr(
+        fuzzing, "REPEATED_SHARE", 0.3
+    )  # so that each way has its answers on a slow machine too
     before = {pod.name: deployment.pid(pod) for pod in deployment.local.pods}
     report = fuzz(deployment, 800, 7)
     assert report.failures == []
