@@ -7,7 +7,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,23 +33,31 @@ Lines = Callable[[int], Awaitable[list[dict[str, Any]]]]
 
 
 @pytest.fixture
-def lines(capfd: pytest.CaptureFixture[str]) -> Lines:
-    """The next so many lines."""
-    written = ""
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
+    """The next so many lines, from a file: pytest's capture loses what is written while it is read.
 
-    async def read(count: int) -> list[dict[str, Any]]:
-        nonlocal written
+    Tests name it before `launch`, whose gateways write until they have ended.
+    """
+    file, text = tmp_path / "audit.jsonl", ""
+    with file.open("ab") as log, file.open() as reader:
+        monkeypatch.setattr(
+            "mmd_workers.gateway.process.gateway_process.AuditLog",
+            lambda metrics: AuditLog(metrics, log.fileno()),
+        )
 
-        def are_written() -> bool:
-            nonlocal written
-            written += capfd.readouterr().out
-            return written.count("\n") >= count
+        async def read(count: int) -> list[dict[str, Any]]:
+            nonlocal text
 
-        await until(are_written, lambda: f"{count} lines; so far {written}")
-        *taken, written = written.split("\n", count)
-        return [json.loads(line) for line in taken]
+            def are_written() -> bool:
+                nonlocal text
+                text += reader.read()
+                return text.count("\n") >= count
 
-    return read
+            await until(are_written, lambda: f"{count} lines; so far {text}")
+            *complete, text = text.split("\n", count)
+            return [json.loads(line) for line in complete]
+
+        yield read
 
 
 async def with_audit(launch: Launch, tmp_path: Path, **gateway: object) -> Running:
@@ -59,7 +67,7 @@ async def with_audit(launch: Launch, tmp_path: Path, **gateway: object) -> Runni
 
 
 async def test_every_request_has_a_line_with_who_what_and_how_much(
-    launch: Launch, tmp_path: Path, lines: Lines
+    lines: Lines, launch: Launch, tmp_path: Path
 ) -> None:
     gateway = await with_audit(launch, tmp_path)
     await gateway.worker("the red circle", answer_well)
@@ -88,7 +96,7 @@ async def test_every_request_has_a_line_with_who_what_and_how_much(
 
 
 async def test_refused_failed_and_cancelled_requests_have_lines_too(
-    launch: Launch, tmp_path: Path, lines: Lines
+    lines: Lines, launch: Launch, tmp_path: Path
 ) -> None:
     gateway = await with_audit(launch, tmp_path)
     worker = await gateway.worker(script=say_nothing)
@@ -268,7 +276,7 @@ async def test_a_request_is_answered_while_nobody_reads_standard_output(
 
 
 async def test_calls_of_files_have_lines_without_names_and_contents(
-    launch: Launch, tmp_path: Path, lines: Lines
+    lines: Lines, launch: Launch, tmp_path: Path
 ) -> None:
     gateway = await with_audit(launch, tmp_path, files={})
     made = await gateway.http.post(
