@@ -16,18 +16,18 @@ def granted(seconds: float = 10.0) -> LeaseTable:
 
 def test_a_commit_within_the_lease_ends_it_for_good():
     table = granted()
-    assert table.commit("l", now=9.9) is True
+    table.commit("l", now=9.9)
     assert table.expire(now=1000.0) == []
     assert table.release("l") is None
     assert table.drop_owner("p-0", "i0") == []
     assert len(table) == 0
 
 
-def test_a_repeated_commit_is_answered_alike_even_after_its_time():
+def test_a_lease_is_committed_once():
     table = granted()
-    assert table.commit("l", now=1.0) is True
-    assert table.commit("l", now=2.0) is False
-    assert table.commit("l", now=11.0) is False
+    table.commit("l", now=1.0)
+    with pytest.raises(LeaseError, match="offer the request again"):
+        table.commit("l", now=2.0)
 
 
 @pytest.mark.parametrize("now", [10.0, 10.1, 99.0])
@@ -61,30 +61,10 @@ def test_a_lost_worker_loses_only_its_own_leases():
     assert len(table) == 2
 
 
-def test_a_lease_id_is_never_used_twice():
+def test_a_lease_id_in_use_is_refused():
     table = granted()
     with pytest.raises(ValueError, match="create a new id"):
         table.grant("l", "p-0", "i0", "r#0", now=0.0, seconds=1.0)
-    table.commit("l", now=1.0)
-    with pytest.raises(ValueError, match="create a new id"):
-        table.grant("l", "p-0", "i0", "r#0", now=1.0, seconds=1.0)
-
-
-def test_a_commit_is_remembered_until_its_time_is_over_whatever_expires_meanwhile():
-    table = granted()
-    table.grant("short", "p-0", "i0", "r#0", now=0.0, seconds=5.0)
-    assert table.commit("l", now=1.0) is True
-    assert [lease.lease_id for lease in table.expire(now=9.9)] == ["short"]
-    assert table.commit("l", now=9.9) is False
-
-
-def test_commits_are_forgotten_once_their_time_is_over():
-    table = granted()
-    table.commit("l", now=1.0)
-    table.expire(now=10.0)
-    with pytest.raises(LeaseError):
-        table.commit("l", now=10.0)
-    assert table._committed == {}
 
 
 events = st.lists(
@@ -126,8 +106,8 @@ def test_every_lease_leaves_the_table_exactly_once_whatever_happens(timeline):
         elif what in ("commit", "renew", "get"):
             try:
                 if what == "commit":
-                    if table.commit(lease_id, now):
-                        held.remove(lease_id)
+                    table.commit(lease_id, now)
+                    held.remove(lease_id)
                 else:
                     table.renew(lease_id, now, 5.0) if what == "renew" else table.get(lease_id, now)
             except LeaseError:

@@ -22,14 +22,10 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases a decode worker has granted. Not thread-safe: one loop owns it.
-
-    Committed leases are remembered until they would have expired, so that a repeated commit gets the same answer.
-    """
+    """All leases a decode worker has granted. Not thread-safe: one loop owns it."""
 
     def __init__(self) -> None:
         self._granted: dict[str, Lease] = {}
-        self._committed: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._granted)
@@ -42,7 +38,7 @@ class LeaseTable:
         Raises:
             ValueError: the lease id is in use; the granting side creates a new one for every grant.
         """
-        if lease_id in self._granted or lease_id in self._committed:
+        if lease_id in self._granted:
             raise ValueError(f"lease {lease_id} already exists; create a new id for every grant")
         lease = Lease(lease_id, pod, incarnation, sequence_id, now + seconds)
         self._granted[lease_id] = lease
@@ -68,32 +64,24 @@ class LeaseTable:
         self._granted[lease_id] = renewed
         return renewed
 
-    def commit(self, lease_id: str, now: float) -> bool:
-        """End a lease because all KV has arrived. True the first time; False for a repeat, which changes nothing.
+    def commit(self, lease_id: str, now: float) -> None:
+        """End a live lease because all KV has arrived. `DecodeService` answers repeated commits.
 
         Raises:
-            LeaseError: the lease expired or was released: the blocks may already hold another sequence's KV.
+            LeaseError: as in `get`; the blocks may already hold another sequence's KV.
         """
-        if lease_id in self._committed:
-            return False
-        lease = self.get(lease_id, now)
-        del self._granted[lease_id]
-        self._committed[lease_id] = lease.expires
-        return True
+        del self._granted[self.get(lease_id, now).lease_id]
 
     def release(self, lease_id: str) -> Lease | None:
         """End a lease early (cancelled, failed). Returns the lease, or None if it has already ended."""
         return self._granted.pop(lease_id, None)
 
     def expire(self, now: float) -> list[Lease]:
-        """End every expired lease and forget commits of that age; returns these leases, oldest grant first."""
-        self._committed = {
-            lease_id: expires for lease_id, expires in self._committed.items() if now < expires
-        }
+        """End every expired lease; returns these leases, oldest grant first."""
         return self._end([lease for lease in self._granted.values() if now >= lease.expires])
 
     def drop_owner(self, pod: str, incarnation: str) -> list[Lease]:
-        """End every lease of a lost worker; its commits stand."""
+        """End every lease of a lost worker and return them."""
         return self._end(
             [
                 lease
