@@ -1,3 +1,3 @@
-"""Fixtures that every room may use. Kept here because pytest takes plugins only from the top-most conftest."""
+"""Fixtures that every suite may use. Kept here because pytest takes plugins only from the top-most conftest."""
 
 pytest_plugins = ["support.servers.nats_fixture", "support.serving.observed_fixture", "support.harness.legs"]

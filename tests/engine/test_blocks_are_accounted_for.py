@@ -117,7 +117,7 @@ class Blocks(RuleBasedStateMachine):
             assert before - pool.available == sum(-(-tokens // BLOCK_TOKENS) for tokens in both) - in_use, (
                 "the output is reserved too"
             )
-            self.leases.grant(name, "prefill-0", "i1", name, (), self.now, LEASE_SECONDS)
+            self.leases.grant(name, "prefill-0", "i1", name, self.now, LEASE_SECONDS)
         return name, tokens, limit, float(arrived), guidance_of(companion, seed)
 
     @rule(target=sequences, offer=consumes(offers))

@@ -1,4 +1,4 @@
-"""Leases on KV blocks as timelines, and the one law under any order of events: a block leaves the table exactly once."""
+"""Leases as timelines, and the one law under any order of events: a lease leaves the table exactly once."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,24 +10,24 @@ from mmd_workers.kv.leases import LeaseTable
 
 def granted(seconds: float = 10.0) -> LeaseTable:
     table = LeaseTable()
-    table.grant("l", "p-0", "i0", "r", [4, 5], now=0.0, seconds=seconds)
+    table.grant("l", "p-0", "i0", "r#0", now=0.0, seconds=seconds)
     return table
 
 
-def test_a_commit_within_the_lease_hands_the_blocks_over_for_good():
+def test_a_commit_within_the_lease_ends_it_for_good():
     table = granted()
-    assert table.commit("l", now=9.9) is True
+    table.commit("l", now=9.9)
     assert table.expire(now=1000.0) == []
     assert table.release("l") is None
     assert table.drop_owner("p-0", "i0") == []
-    assert table.reserved_blocks == 0
+    assert len(table) == 0
 
 
-def test_a_repeated_commit_is_answered_alike_even_after_its_time():
+def test_a_lease_is_committed_once():
     table = granted()
-    assert table.commit("l", now=1.0) is True
-    assert table.commit("l", now=2.0) is False
-    assert table.commit("l", now=11.0) is False
+    table.commit("l", now=1.0)
+    with pytest.raises(LeaseError, match="offer the request again"):
+        table.commit("l", now=2.0)
 
 
 @pytest.mark.parametrize("now", [10.0, 10.1, 99.0])
@@ -35,7 +35,7 @@ def test_a_commit_at_or_after_expiry_is_refused(now):
     table = granted()
     with pytest.raises(LeaseError, match="offer the request again"):
         table.commit("l", now)
-    assert [lease.blocks for lease in table.expire(now)] == [(4, 5)]
+    assert [lease.sequence_id for lease in table.expire(now)] == ["r#0"]
     with pytest.raises(LeaseError):
         table.commit("l", now)
 
@@ -55,36 +55,16 @@ def test_an_expired_lease_cannot_be_renewed():
 
 def test_a_lost_worker_loses_only_its_own_leases():
     table = granted()
-    table.grant("m", "p-0", "i1", "s", [6], now=0.0, seconds=10.0)
-    table.grant("n", "p-1", "i0", "t", [7], now=0.0, seconds=10.0)
-    assert [lease.request_id for lease in table.drop_owner("p-0", "i0")] == ["r"]
-    assert table.reserved_blocks == 2
+    table.grant("m", "p-0", "i1", "s#0", now=0.0, seconds=10.0)
+    table.grant("n", "p-1", "i0", "t#0", now=0.0, seconds=10.0)
+    assert [lease.sequence_id for lease in table.drop_owner("p-0", "i0")] == ["r#0"]
+    assert len(table) == 2
 
 
-def test_a_lease_id_is_never_used_twice():
+def test_a_lease_id_in_use_is_refused():
     table = granted()
     with pytest.raises(ValueError, match="create a new id"):
-        table.grant("l", "p-0", "i0", "r", [9], now=0.0, seconds=1.0)
-    table.commit("l", now=1.0)
-    with pytest.raises(ValueError, match="create a new id"):
-        table.grant("l", "p-0", "i0", "r", [9], now=1.0, seconds=1.0)
-
-
-def test_a_commit_is_remembered_until_its_time_is_over_whatever_expires_meanwhile():
-    table = granted()
-    table.grant("short", "p-0", "i0", "r", [6], now=0.0, seconds=5.0)
-    assert table.commit("l", now=1.0) is True
-    assert [lease.lease_id for lease in table.expire(now=9.9)] == ["short"]
-    assert table.commit("l", now=9.9) is False
-
-
-def test_commits_are_forgotten_once_their_time_is_over():
-    table = granted()
-    table.commit("l", now=1.0)
-    table.expire(now=10.0)
-    with pytest.raises(LeaseError):
-        table.commit("l", now=10.0)
-    assert table._committed == {}
+        table.grant("l", "p-0", "i0", "r#0", now=0.0, seconds=1.0)
 
 
 events = st.lists(
@@ -100,44 +80,38 @@ events = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(events)
-def test_every_block_leaves_the_table_exactly_once_whatever_happens(timeline):
-    table, now, minted = LeaseTable(), 0.0, 0
-    free, held, owned = set(range(12)), {}, set()
+def test_every_lease_leaves_the_table_exactly_once_whatever_happens(timeline):
+    table, now, held = LeaseTable(), 0.0, set()
     ids: list[str] = []
 
-    def give_back(leases):
+    def ended(leases):
         for lease in leases:
-            assert set(lease.blocks) == held.pop(lease.lease_id)  # KeyError: freed twice, or after its commit
-            assert not free & set(lease.blocks)
-            free.update(lease.blocks)
+            held.remove(lease.lease_id)  # KeyError: ended twice, or after its commit
 
     for what, which, owner, seconds in timeline:
         now += seconds
         lease_id = ids[which % len(ids)] if ids else "none"
-        if what == "grant" and len(free) >= 2:
-            minted += 1
-            blocks = {free.pop(), free.pop()}
-            table.grant(f"l{minted}", f"p{owner}", "i", "r", sorted(blocks), now, 5.0)
-            held[f"l{minted}"] = blocks
-            ids.append(f"l{minted}")
+        if what == "grant":
+            lease_id = f"l{len(ids)}"
+            table.grant(lease_id, f"p{owner}", "i", "r#0", now, 5.0)
+            held.add(lease_id)
+            ids.append(lease_id)
         elif what == "expire":
-            give_back(table.expire(now))
+            ended(table.expire(now))
         elif what == "drop":
-            give_back(table.drop_owner(f"p{owner}", "i"))
+            ended(table.drop_owner(f"p{owner}", "i"))
         elif what == "release":
             lease = table.release(lease_id)
-            give_back([lease] if lease else [])
+            ended([lease] if lease else [])
         elif what in ("commit", "renew", "get"):
             try:
                 if what == "commit":
-                    if table.commit(lease_id, now):
-                        owned |= held.pop(lease_id)
+                    table.commit(lease_id, now)
+                    held.remove(lease_id)
                 else:
                     table.renew(lease_id, now, 5.0) if what == "renew" else table.get(lease_id, now)
             except LeaseError:
                 pass
-        assert table.reserved_blocks == sum(map(len, held.values()))
-        assert len(free) + len(owned) + table.reserved_blocks == 12
-    give_back(table.expire(now + 1000))
-    assert len(table) == 0
-    assert len(free) + len(owned) == 12
+        assert len(table) == len(held)
+    ended(table.expire(now + 1000))
+    assert len(table) == len(held) == 0

@@ -20,8 +20,8 @@ from mmd_operator.kube.pauses import PRODUCTION
 from mmd_operator.observed.observed import Observed, child_of
 from mmd_operator.observed.problems import Problem
 from mmd_operator.observed.stored_spec import Reading, read
-from mmd_operator.rollout.effective_spec import RolloutTarget
 from mmd_operator.rollout.next_step import Stage, Step
+from mmd_operator.rollout.rollout_target import RolloutTarget
 from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
 from support.cluster.manifests import merge
 

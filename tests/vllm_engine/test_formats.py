@@ -32,7 +32,7 @@ from vllm.reasoning import ReasoningParserManager  # noqa: E402
 from vllm.tool_parsers import ToolParserManager  # noqa: E402
 
 NAMES = ("add", "get-weather", "now_2")
-HERMES, MISTRAL, ARGS, LLAMA = FORMS
+HERMES, MISTRAL, ARGS, LLAMA = "Hermes", "Mistral", "Mistral with [ARGS]", "Llama 3"
 PARSERS = {HERMES: "hermes", MISTRAL: "mistral", ARGS: "mistral", LLAMA: "llama3_json"}
 """vLLM's, by our name of the form."""
 THINK, _, MAGISTRAL = MARKERS

@@ -11,11 +11,11 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """Bound of a step that is to end in `seconds`.
+    """Bound of a step that should end within `seconds`.
 
     The step has from `least` to `most` tokens, however slow or fast the machine is. Its rows may take
-    `fixed_cost_multiple` times its fixed time, even if it then passes the bound: otherwise little would come
-    of a step.
+    `fixed_cost_multiple` times its fixed time, even if the step then exceeds the bound: otherwise a long fixed
+    time would leave too few tokens in a step.
     """
 
     seconds: float

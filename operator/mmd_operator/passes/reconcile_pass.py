@@ -1,4 +1,4 @@
-"""One pass over a deployment, as a list of steps. Its parts remember state for the next pass.
+"""One pass over a deployment, from its spec to its status. Its parts remember state for the next pass.
 
 Independent of loops and kopf: a pass is given the deployment, and returns when to run again.
 """
@@ -25,10 +25,10 @@ from mmd_operator.passes.removal import Removal
 from mmd_operator.resources.naming import WEIGHTS, Manifest
 from mmd_operator.resources.plan import plan_objects
 from mmd_operator.resources.workload_kinds import POOL_KINDS
-from mmd_operator.rollout.effective_spec import RolloutTarget
 from mmd_operator.rollout.execution import Execution
 from mmd_operator.rollout.next_step import Step, next_step
 from mmd_operator.rollout.pinning import Pins
+from mmd_operator.rollout.rollout_target import RolloutTarget
 from mmd_operator.scaling.pool_scaling import PoolScaling, ScalingView
 from mmd_operator.sizes.groups import with_its_start
 from mmd_operator.sizes.pending_growth import PendingGrowth

@@ -1,4 +1,4 @@
-"""The loops of one deployment: reconcile passes and autoscaler ticks, one after another, with backoff after failures.
+"""The loops of one deployment: reconcile passes, and beside them autoscaler ticks, each with backoff after failures.
 
 Independent of kopf: the loops are given the observed state and are woken when it changes. `reconcile_pass` has the work of a pass.
 """

@@ -70,11 +70,11 @@ class Step:
     replace: Mapping[str, Replacement] = field(default_factory=dict)
     """Pods to replace, by StatefulSet of the revision."""
     waits_for: str = ""
-    """The reason why the rollout cannot continue or reach its full size, with numbers."""
+    """The pools that wait for GPUs or nodes, with numbers. A pause, weights and unready pools are in `effects` and `stage`."""
     restore: Mapping[ObjectKey, int] = field(default_factory=dict)
     """Sizes of the gateway and NATS to restore after another client changed them. No scaler owns them, and neither drains before shrinking."""
     blocked: bool = False
-    """Whether the rollout cannot continue until the cause named in `waits_for` has changed."""
+    """Whether the GPU budget leaves too few GPUs for one pod of each pool."""
     effects: tuple[StepEffect, ...] = ()
     """Effects of the steps, in the order in which they applied."""
     growth: Mapping[str, PoolGrowth] = field(default_factory=dict)

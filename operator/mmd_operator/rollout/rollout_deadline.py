@@ -29,7 +29,7 @@ def progress_deadline_seconds(spec: MultimodalDeploymentSpec) -> float:
 def clock_of(step: Step, observed: Observed, *, paused: bool, downloading: bool = False) -> ProgressClock:
     """Whether the progress deadline runs.
 
-    It stands while a download of weights advances, while the rollout waits for GPUs or for requests on old pods, and while it is paused.
+    The clock is stopped while weights are downloaded, while the rollout waits for GPUs or for requests on old pods, and while it is paused.
     """
     if step.stage == "Complete":
         return "Complete"

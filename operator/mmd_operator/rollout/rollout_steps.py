@@ -32,7 +32,8 @@ class RolloutState:
     """The state of one pass: the desired objects, the present ones, and the actions of the steps so far.
 
     `revision` is to serve, and `planned` are its objects; `serving` serves now. `uid`: the deployment's UID. `free_gpus`: GPUs that the budget
-    leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: the pools without enough GPUs, in words.
+    leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: the pools without enough GPUs or nodes, in
+    words.
     """
 
     spec: MultimodalDeploymentSpec

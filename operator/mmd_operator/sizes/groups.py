@@ -1,4 +1,7 @@
-"""Presents a replica of several pods as one pod: its leader, with what its followers lack. Pure."""
+"""Presents a replica of several pods as one pod: its leader, with what its followers lack. Pure.
+
+Also lets a pool of such replicas grow by one group at a time (`next_size`).
+"""
 
 from __future__ import annotations
 

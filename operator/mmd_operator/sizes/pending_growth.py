@@ -1,4 +1,4 @@
-"""Records decided growth that the watch may not show yet, so that no other decision gives its GPUs away again.
+"""Records decided growth of pools until the watch shows it, so that no other decision assigns the same GPUs.
 
 A pass and a tick of the autoscaler run at the same time and decide from the same watch. Each records its growth before it awaits anything.
 The record is kept until the watch shows the size, a later write replaces it, the write was refused, or the API server itself shows another

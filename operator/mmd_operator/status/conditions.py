@@ -140,7 +140,7 @@ def _missing(facts: Facts) -> list[str]:
     return missing
 
 
-def rollout_paused(facts: Facts) -> ConditionState | None:
+def deployment_paused(facts: Facts) -> ConditionState | None:
     """The operator does nothing."""
     if not facts.paused:
         return None
@@ -154,7 +154,7 @@ def plan_failed(facts: Facts) -> ConditionState | None:
     return ConditionState("Progressing", "False", facts.problems[0].reason, format_problems(facts.problems))
 
 
-def changes_paused(facts: Facts) -> ConditionState | None:
+def rollout_paused(facts: Facts) -> ConditionState | None:
     """Changes of the spec wait."""
     if not facts.changes_paused or facts.serving is None:
         return None
@@ -173,7 +173,7 @@ def deadline_exceeded(facts: Facts) -> ConditionState | None:
 
 
 def rollout_stalled(facts: Facts) -> ConditionState | None:
-    """The same, as tools look for it that know no condition of this resource."""
+    """The same failure, in the condition that tools with kstatus look for."""
     return _failed_rollout("Stalled", "True", facts)
 
 
@@ -567,9 +567,9 @@ _REMEDIES = {
 
 READY: tuple[ConditionRule, ...] = (serving, not_serving)
 PROGRESSING: tuple[ConditionRule, ...] = (
-    rollout_paused,
+    deployment_paused,
     plan_failed,
-    changes_paused,
+    rollout_paused,
     deadline_exceeded,
     rollout_complete,
     waiting_for_gpu_budget,

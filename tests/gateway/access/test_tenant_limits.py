@@ -12,7 +12,7 @@ from mmd_api.contract.errors import RateLimitError, TooManyRequestsError
 from mmd_api.spec.observability import SloSpec
 from mmd_api.tenants import TenantLimits
 from mmd_workers.gateway.access.tenant_limits import AmountOfAMinute, TenantUsage
-from mmd_workers.gateway.api.accounting import kept_promises
+from mmd_workers.gateway.api.request_records import kept_promises
 from mmd_workers.gateway.placement.timeline import Timeline
 
 

@@ -14,7 +14,7 @@ from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.model.call_forms import FORMS, Spelling
 
 NAMES = frozenset({"add", "now"})
-HERMES, MISTRAL, ARGS, LLAMA = FORMS
+HERMES, MISTRAL, ARGS, LLAMA = "Hermes", "Mistral", "Mistral with [ARGS]", "Llama 3"
 Call = tuple[str, str]  # name, arguments
 
 
@@ -102,6 +102,10 @@ CASES: list[tuple[str, str, str, str, list[Call]]] = [
     ("an object of another type", LLAMA, '{"type": "text", "name": "add", "parameters": {}}', '{"type": "text", "name": "add", "parameters": {}}', []),
     ("another object", LLAMA, '{"named": 1}', '{"named": 1}', []),
 ]  # fmt: skip
+
+
+def test_every_form_has_cases() -> None:
+    assert {form for _, form, *_ in CASES} == set(FORMS)
 
 
 @pytest.mark.parametrize(

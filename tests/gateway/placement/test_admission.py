@@ -12,7 +12,7 @@ from mmd_api.contract.errors import MmdError, OverloadedError, RateLimitError, T
 from mmd_api.spec.observability import SloSpec
 from mmd_api.tenants import Tenant
 from mmd_workers.gateway.access.keys import Access
-from mmd_workers.gateway.api.accounting import kept_promises
+from mmd_workers.gateway.api.request_records import kept_promises
 from mmd_workers.gateway.placement.admission import (
     MAX_QUEUE_SECONDS,
     NEWCOMER_SECONDS,

@@ -148,7 +148,7 @@ class DecodeService(SequenceOwner):
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             for lease in self._leases.expire(time.monotonic()):
                 self._metrics.transfer_failures.labels("kv", "lease_expired").inc()
-                log.warning("lease of %s expired before its commit; its blocks are freed", lease.request_id)
+                log.warning("lease of %s expired before its commit; its blocks are freed", lease.sequence_id)
                 await self._drop(
                     lease.lease_id, LeaseError("the lease has expired; offer the request again"), "expired"
                 )
@@ -177,9 +177,10 @@ class DecodeService(SequenceOwner):
     async def cancel_request(self, request_id: str, attempt: int) -> None:
         """Free the handovers of a request's attempts up to this one, and its place in the queue."""
         self._queue.leave(request_id)
-        await self._free(request_id, attempt)
+        await self._drop_attempts(request_id, attempt)
 
-    async def _free(self, request_id: str, attempt: int) -> None:
+    async def _drop_attempts(self, request_id: str, attempt: int) -> None:
+        """End the uncommitted handovers of a request's attempts up to this one."""
         for lease_id, inbound in list(self._inbound.items()):
             if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt:
                 await self._drop(
@@ -262,7 +263,8 @@ class DecodeService(SequenceOwner):
         if mismatch := self._mismatch(offer):
             return refuse(LayoutMismatchError.code, mismatch)
         sequence = sequence_id(offer.request_id, offer.attempt)
-        await self._free(offer.request_id, offer.attempt)  # an offer made after the grant replaces it
+        # An offer made after the grant replaces it.
+        await self._drop_attempts(offer.request_id, offer.attempt)
         now = time.monotonic()
         if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
             self._queue.join(offer.request_id, offer.arrived, now)
@@ -292,7 +294,7 @@ class DecodeService(SequenceOwner):
         lease_id = uuid.uuid4().hex
         self._inbound[lease_id] = inbound
         self._leases.grant(
-            lease_id, offer.pod, offer.incarnation, sequence, (), time.monotonic(), offer.lease_seconds
+            lease_id, offer.pod, offer.incarnation, sequence, time.monotonic(), offer.lease_seconds
         )
         self._metrics.leases.labels("granted").inc()
         return KvGrant(
@@ -510,7 +512,11 @@ class DecodeService(SequenceOwner):
         self._metrics.kv_cached_tokens.inc(inbound.cached_tokens)
 
     async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
-        """End an uncommitted handover, and free its blocks."""
+        """End an uncommitted handover and free its blocks.
+
+        Reasons: the lease expires, its link dies or is replaced, the prefill pod is lost or releases the lease, the request is cancelled or
+        offered again, chunks are missing at the commit, or a write fails.
+        """
         self._leases.release(lease_id)
         if (inbound := self._inbound.pop(lease_id, None)) is not None:
             self._metrics.leases.labels(outcome).inc()

@@ -1,1 +1,1 @@
-"""The KV data plane: links between pairs of workers, pieces that travel on them, leases on granted blocks."""
+"""KV on its way between workers: links between pairs of them, pieces that travel on links, leases on reservations."""

@@ -1,12 +1,10 @@
-"""Leases on granted KV blocks: who may still write into them, and until when. Pure: time is an argument, blocks are numbers.
+"""Tracks who may still write to the reservations of a decode pod, and until when. Pure: time is an argument.
 
-A lease begins granted and ends exactly once: committed (its blocks now belong to the sequence, the table forgets them) or
-freed (released, expired, or dropped with its owner; the caller gives its blocks back to the pool).
+A lease ends once: by its commit, by its release, by expiry or with its owner. The table frees no blocks: `DecodeService` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mmd_api.contract.errors import LeaseError
@@ -14,60 +12,43 @@ from mmd_api.contract.errors import LeaseError
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Blocks that `pod`/`incarnation` may fill for `request_id` until `expires` (seconds, exclusive)."""
+    """The reservation of `sequence_id`, to which `pod`/`incarnation` may write until `expires` (seconds, exclusive)."""
 
     lease_id: str
     pod: str
     incarnation: str
-    request_id: str
-    blocks: tuple[int, ...]
+    sequence_id: str
     expires: float
 
 
 class LeaseTable:
-    """All leases a decode worker has granted. Not thread-safe: one loop owns it.
-
-    Committed leases are remembered until they would have expired, so that a repeated commit gets the same answer.
-    """
+    """All leases a decode worker has granted. Not thread-safe: one loop owns it."""
 
     def __init__(self) -> None:
         self._granted: dict[str, Lease] = {}
-        self._committed: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._granted)
 
-    @property
-    def reserved_blocks(self) -> int:
-        """Blocks granted and neither committed nor freed."""
-        return sum(len(lease.blocks) for lease in self._granted.values())
-
     def grant(
-        self,
-        lease_id: str,
-        pod: str,
-        incarnation: str,
-        request_id: str,
-        blocks: Sequence[int],
-        now: float,
-        seconds: float,
+        self, lease_id: str, pod: str, incarnation: str, sequence_id: str, now: float, seconds: float
     ) -> Lease:
-        """Enter a new lease over `blocks` that ends at `now + seconds`.
+        """Enter a new lease that ends at `now + seconds`.
 
         Raises:
-            ValueError: the lease id is in use; ids are minted by the granting side and never used twice.
+            ValueError: the lease id is in use; the granting side creates a new one for every grant.
         """
-        if lease_id in self._granted or lease_id in self._committed:
+        if lease_id in self._granted:
             raise ValueError(f"lease {lease_id} already exists; create a new id for every grant")
-        lease = Lease(lease_id, pod, incarnation, request_id, tuple(blocks), now + seconds)
+        lease = Lease(lease_id, pod, incarnation, sequence_id, now + seconds)
         self._granted[lease_id] = lease
         return lease
 
     def get(self, lease_id: str, now: float) -> Lease:
-        """The live lease with this id; to be checked before every write into its blocks.
+        """The live lease with this id; to be checked before every write.
 
         Raises:
-            LeaseError: the lease is unknown, expired, freed or already committed.
+            LeaseError: the lease is unknown, expired, released or already committed.
         """
         lease = self._granted.get(lease_id)
         if lease is None or now >= lease.expires:
@@ -83,33 +64,25 @@ class LeaseTable:
         self._granted[lease_id] = renewed
         return renewed
 
-    def commit(self, lease_id: str, now: float) -> bool:
-        """Hand the blocks to the sequence. True the first time; False for a repeat, which changes nothing.
+    def commit(self, lease_id: str, now: float) -> None:
+        """End a live lease because all KV has arrived. `DecodeService` answers repeated commits.
 
         Raises:
-            LeaseError: the lease expired or was freed: the blocks may already hold another sequence's KV.
+            LeaseError: as in `get`; the blocks may already hold another sequence's KV.
         """
-        if lease_id in self._committed:
-            return False
-        lease = self.get(lease_id, now)
-        del self._granted[lease_id]
-        self._committed[lease_id] = lease.expires
-        return True
+        del self._granted[self.get(lease_id, now).lease_id]
 
     def release(self, lease_id: str) -> Lease | None:
-        """Free a lease early (cancelled, failed). Returns the freed lease, or None if nothing is left to free."""
+        """End a lease early (cancelled, failed). Returns the lease, or None if it has already ended."""
         return self._granted.pop(lease_id, None)
 
     def expire(self, now: float) -> list[Lease]:
-        """Free every expired lease and forget commits of that age; returns the freed leases, oldest grant first."""
-        self._committed = {
-            lease_id: expires for lease_id, expires in self._committed.items() if now < expires
-        }
-        return self._free([lease for lease in self._granted.values() if now >= lease.expires])
+        """End every expired lease; returns these leases, oldest grant first."""
+        return self._end([lease for lease in self._granted.values() if now >= lease.expires])
 
     def drop_owner(self, pod: str, incarnation: str) -> list[Lease]:
-        """Free every lease of a lost worker; its commits stand."""
-        return self._free(
+        """End every lease of a lost worker and return them."""
+        return self._end(
             [
                 lease
                 for lease in self._granted.values()
@@ -117,7 +90,7 @@ class LeaseTable:
             ]
         )
 
-    def _free(self, leases: list[Lease]) -> list[Lease]:
+    def _end(self, leases: list[Lease]) -> list[Lease]:
         for lease in leases:
             del self._granted[lease.lease_id]
         return leases

@@ -179,7 +179,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 class _Attempt(Future[PairLink]):
-    """A link in the making, then the link. Its thread may go on after the attempt was given up."""
+    """A link that is being established, then the link. Its thread may continue after the attempt was given up."""
 
     def __init__(self, pod: str, *, calls: bool) -> None:
         super().__init__()

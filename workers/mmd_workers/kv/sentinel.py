@@ -81,7 +81,7 @@ class Watch:
             for key in ready:
                 assert isinstance(key.fileobj, socket.socket)
                 try:
-                    self.remove(key.fileobj)  # nothing is sent any more, so readable means over
+                    self.remove(key.fileobj)  # no data follows, so a readable socket has ended
                     key.data()
                 except Exception:
                     log.exception("the end of a link was noticed, and what follows from it failed")

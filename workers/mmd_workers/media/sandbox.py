@@ -1,4 +1,4 @@
-"""Decodes bytes from outside in separate processes: a crash, a hang or a bomb costs one medium and one process.
+"""Decodes bytes from outside in separate processes: a crash, a hang or a decompression bomb costs one medium and one process.
 
 Bytes and pixels pass through anonymous shared memory (memfd), never through pipes. Processes are reused, and so is the memory of
 results: mapping, clearing and freeing the pages of a clip takes longer than writing its pixels.

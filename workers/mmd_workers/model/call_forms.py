@@ -19,8 +19,8 @@ class CallForm:
     """The form in which a family of models writes calls, as regular expressions. Their matches are bounded, and so is the held text.
 
     - `marker`: begins a call, or a list of calls; without a marker a call begins with the answer.
-    - `first`: from the marker to the arguments of a call, with the groups `open`, `name` and `middle`.
-    - `after`: follows the arguments.
+    - `first`: from the marker to the arguments of a call, with the groups `begin`, `open`, `name` and `middle`.
+    - `after`: follows the arguments; may have the group `id`, which the model need not write.
     - `following`: from there to the arguments of the next call of a list.
     - `last`: the end of the list.
     - `separator`: text between calls, as the model writes it; None: it makes one call.
@@ -61,10 +61,15 @@ FORMS: dict[str, CallForm] = {
         after=rf"{_W}\}}",
     ),
 }
+"""The forms by their names, which errors list. A new form is an entry here; the first that matches a template counts.
+
+In every form the arguments are one JSON object after `middle`. A form with other arguments also needs changes of `CallParser` and
+`ToolUse.grammar`. Markers that a model may have as tokens belong in `MAY_BE_TOKENS`.
+"""
 MAY_BE_TOKENS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
 """Parts of calls that some models have as tokens of their own.
 
-Some are special tokens, which texts leave out. Others may not be spelled by shorter tokens.
+Decoded text omits those that are special tokens. A grammar takes only the token itself, not shorter tokens with the same text.
 """
 
 

@@ -58,7 +58,7 @@ class KvLinks(Part):
             await asyncio.to_thread(self._manager.close)
 
     def progress(self) -> dict[str, Progress]:
-        """The progress of the link that has been in the making for longest."""
+        """The progress of the link that has been connecting for longest."""
         if (manager := self._manager) is None:
             return {}
         return {"kv-connect": Progress(lambda: manager.connecting_seconds, LIVENESS_SECONDS)}

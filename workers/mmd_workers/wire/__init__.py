@@ -1,1 +1,1 @@
-"""The data plane: messages, NATS, transfers of features and media. Independent of the model."""
+"""Messages, NATS, and transfers of features and media. Independent of the model."""

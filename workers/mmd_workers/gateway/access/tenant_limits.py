@@ -1,6 +1,6 @@
 """Limits of a tenant's use, and when it may use more: requests in flight and per minute, work per minute, tokens per day.
 
-Time is an argument. Independent of HTTP.
+`Gateway.admit` checks the limits on requests and tokens, `FairAdmission.ask` that on work. Time is an argument. Independent of HTTP.
 """
 
 from __future__ import annotations
@@ -76,42 +76,43 @@ class TokensOfADay:
 
     def add(self, tokens: int) -> None:
         """Count tokens."""
-        self._turn()
+        self._begin_new_day()
         credited = min(self._credit, tokens)
         self._credit -= credited
         self._unrecorded += tokens - credited
 
     def give_back(self, tokens: int) -> None:
         """Give back counted tokens that were not used. The next tokens of the day are free instead, because records never fall."""
-        self._turn()
+        self._begin_new_day()
         self._credit += tokens
 
     def total(self) -> int:
         """Tokens of the day, as far as this gateway knows."""
-        self._turn()
+        self._begin_new_day()
         return self._recorded + self._unrecorded
 
     def unrecorded(self) -> int:
         """Tokens counted here that are not in the record yet."""
-        self._turn()
+        self._begin_new_day()
         return self._unrecorded
 
     def record(self, day: int, total: int, added: int) -> None:
         """Note that a day's record was read or written. `total` includes `added` tokens that were unrecorded here."""
-        self._turn()
+        self._begin_new_day()
         if day == self._day:
             self._recorded, self._unrecorded = total, self._unrecorded - added
 
     def recorded(self) -> int:
         """The latest total that was read or written."""
-        self._turn()
+        self._begin_new_day()
         return self._recorded
 
     def seconds_left(self) -> float:
         """Seconds until the next day."""
         return DAY_SECONDS - self._clock() % DAY_SECONDS
 
-    def _turn(self) -> None:
+    def _begin_new_day(self) -> None:
+        """Forget all counts if the day has changed."""
         if (day := self.day()) != self._day:
             self._day, self._recorded, self._unrecorded, self._credit = day, 0, 0, 0
 
@@ -125,7 +126,7 @@ class TenantUsage:
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS  # tokens of an answer that is not cut short
     _minute: AmountOfAMinute = field(default_factory=AmountOfAMinute)
     _work: AmountOfAMinute = field(default_factory=AmountOfAMinute)  # in milliseconds
-    _owed_seconds: float = 0.0  # work beyond its estimate; each minute pays for as much as the limit
+    _owed_seconds: float = 0.0  # work beyond estimates; each minute deducts the tenant's limit
     _owed_at: float = 0.0
     _mean_seconds: float = 0.0  # mean duration of a request; 0: none has ended
 

@@ -13,9 +13,13 @@ from mmd_workers.model.prompt import DegradedBy, PromptLayout
 class PromptTokensDetails(BaseModel):
     """Where prompt tokens come from; the modalities add up to `prompt_tokens`.
 
-    `truncated_audio_seconds`: sound beyond the model's window, which it did not get; `omitted_video_frames`, `omitted_pixels`: frames, and pixels of
-    images and of the other frames, that it did not get although the request's choice comes to them; `replaced_media`: of which it got a text that
-    says they could not be read; `degraded_by`: why: `context`, `load`, `failure`.
+    These fields report what the model did not get:
+
+    - `truncated_audio_seconds`: audio beyond the model's window.
+    - `omitted_video_frames`: frames that the request asked for.
+    - `omitted_pixels`: pixels that the request asked for, of images and of the remaining frames.
+    - `replaced_media`: media replaced by a text that says they could not be read.
+    - `degraded_by`: causes of omissions and replacements: `context`, `load`, `failure`.
     """
 
     cached_tokens: int = 0

@@ -16,8 +16,8 @@ from mmd_workers.gateway.answers.answer_shape import AnswerShape
 from mmd_workers.gateway.answers.choice_stream import ChoiceStream
 from mmd_workers.gateway.answers.exchange import Exchange
 from mmd_workers.gateway.answers.usage import Usage, usage_of
-from mmd_workers.gateway.api.accounting import count_tokens
 from mmd_workers.gateway.api.gateway import Gateway
+from mmd_workers.gateway.api.request_records import count_tokens
 from mmd_workers.gateway.content.chat_request import GenerationRequest
 from mmd_workers.gateway.intake.fallback import Fallback
 from mmd_workers.gateway.intake.omissions import HEADERS, headers_of

@@ -20,10 +20,10 @@ from starlette.datastructures import Headers
 
 from mmd_api.contract.errors import ClientGoneError, DeadlineError, InvalidValueError, MmdError
 from mmd_workers.gateway.answers.exchange import Exchange, ReceiveChannel, Scope, SendChannel, until_gone
-from mmd_workers.gateway.api.accounting import count_request, end_trace
 from mmd_workers.gateway.api.audit import show_timeline
 from mmd_workers.gateway.api.authentication import tenant_of
 from mmd_workers.gateway.api.gateway import Gateway
+from mmd_workers.gateway.api.request_records import count_request, end_trace
 from mmd_workers.gateway.basics.api_errors import INTERNAL, ApiError, ErrorShape, api_error
 from mmd_workers.gateway.basics.body import read_json
 from mmd_workers.gateway.basics.media_hold import RequestReservation

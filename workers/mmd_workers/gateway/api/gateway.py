@@ -140,11 +140,14 @@ class Gateway:
 
     @contextlib.contextmanager
     def admit(self, tenant: KnownTenant | None) -> Iterator[None]:
-        """Count a tenant's request in and out.
+        """Count a request of the gateway and of its tenant while it runs.
+
+        The tenant's limits are checked first. So a tenant beyond them learns which limit it has reached even if the gateway is full, and the
+        refusal misses no promise of `spec.slo`.
 
         Raises:
             TooManyRequestsError: too many requests are running.
-            RateLimitError: the tenant has too many requests.
+            RateLimitError: the tenant has reached one of its limits.
         """
         self.last_request = time.monotonic()
         if self.access and tenant:

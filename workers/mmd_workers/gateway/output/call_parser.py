@@ -1,7 +1,7 @@
-"""Reads the tool calls in an answer, piece by piece.
+"""Reads the tool calls in an answer, piece by piece. The forms of calls are in `model.call_forms`.
 
-transformers' own `parse_response` is no alternative: it needs a `response_template`, which few checkpoints have, returns the arguments of a
-call only once the call has ended, and fails on a broken call. vLLM's parsers are none either, for the reasons in `reasoning_parser.py`.
+This module does not use transformers' `parse_response`: that needs a `response_template`, which few checkpoints have, returns the arguments of
+a call only once the call has ended, and fails on a broken call. Nor does it use vLLM's parsers, for the reasons in `reasoning_parser.py`.
 Independent of requests and the network.
 """
 

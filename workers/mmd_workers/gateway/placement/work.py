@@ -280,7 +280,7 @@ class Room:
     ) -> Need | None:
         """The room that a request lacks; None if it may start.
 
-        A tenant with more than its share leaves the last `RESERVED_DIVISOR`th to others. A request larger than all the room starts when nothing
+        A tenant above its share may not use the last 1/`RESERVED_DIVISOR` of the room. A request larger than all the room starts when nothing
         else is running. `reserved`: another request, which gets the room in decode that becomes free.
         """
         share = shares.of(request.tenant)

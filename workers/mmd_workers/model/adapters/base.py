@@ -1,7 +1,6 @@
 """The common part of all architectures, as far as Hugging Face exposes it. Independent of tokenizer state and the KV pool.
 
-An architecture that answers these questions in the usual way needs no file here. Any other overrides the questions that it
-answers differently.
+An architecture that Hugging Face handles in the usual way needs no file here. Any other overrides the methods in which it differs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_api.spec.observability import SloSpec
-from mmd_workers.gateway.api.accounting import kept_promises
+from mmd_workers.gateway.api.request_records import kept_promises
 from mmd_workers.gateway.placement.timeline import Timeline
 
 
