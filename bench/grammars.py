@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> Rates:
     return rates
 
 
-def in_its_environment(name: str, options: argparse.Namespace) -> Rates:
+def in_its_environment(name: str) -> Rates:
     """What `measure` finds in another process.
 
     Raises:
@@ -262,7 +262,7 @@ def main() -> None:
     if not (VLLM / ".installed").exists():
         sys.exit("vLLM is not installed, which has the vocabulary; run `make vllm`")
     wanted = [options.engine] if options.engine else ["VLLM", "Native"]
-    rows = lines({name: in_its_environment(name, options) for name in wanted})
+    rows = lines({name: in_its_environment(name) for name in wanted})
     console.print(table(rows))
     body = {
         "options": {name: value for name, value in vars(options).items() if name != "rates"},

@@ -344,7 +344,7 @@ async def _knows_all(client: httpx.AsyncClient) -> bool:
 
 def _serve(environment: dict[str, str], policy: str) -> None:
     os.environ.update(environment)
-    gateway_process.Router = POLICIES[policy]  # type: ignore[misc]  # what this process routes with
+    gateway_process.Router = POLICIES[policy]  # type: ignore[misc]  # the policy under test
     gateway_process.run(WorkerSettings.from_environment())
 
 

@@ -36,7 +36,7 @@ GENITIVE = re.compile(r"#\s+(of|that|for which)\s")
 
 def modules(root: Path, package: str) -> list[Path]:
     """The Python files of a package."""
-    return sorted(path for path in (root / package).rglob("*.py") if "__pycache__" not in path.parts)
+    return sorted((root / package).rglob("*.py"))
 
 
 def crowded_folders(paths: list[Path]) -> Iterator[str]:

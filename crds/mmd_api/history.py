@@ -17,8 +17,7 @@ from mmd_api.readers import (
     canonical,
     effect_of,
     part_of,
-    selected,
-    with_kv_backend_as_before_auto,
+    selected_spec,
 )
 from mmd_api.resource import GROUP
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
@@ -52,7 +51,7 @@ def spec_digest(spec: MultimodalDeploymentSpec) -> str:
 
     Fields with their defaults do not count, so that the digest outlives releases that only add fields.
     """
-    fields = selected(with_kv_backend_as_before_auto(spec), is_read_by_pods)
+    fields = selected_spec(spec, is_read_by_pods)
     return hashlib.sha256(canonical(fields).encode()).hexdigest()[:10]
 
 

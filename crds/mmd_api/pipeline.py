@@ -22,8 +22,8 @@ from mmd_api.readers import (
     readers_of,
     replacing,
     selected,
+    selected_spec,
     with_first_kv_backend,
-    with_kv_backend_as_before_auto,
 )
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.media import DocumentPolicy
@@ -135,7 +135,7 @@ def inputs_of(spec: MultimodalDeploymentSpec, component: Component) -> str:
         "component": component,
         "roles": roles,
         "revision": "" if component == "nats" else pipeline_revision(spec),
-        "fields": selected(with_kv_backend_as_before_auto(spec), replacing(component, readers)),
+        "fields": selected_spec(spec, replacing(component, readers)),
     }
     return hashlib.sha256(canonical(content).encode()).hexdigest()[:16]
 
@@ -181,7 +181,7 @@ class PipelineConfig(ApiModel):
             "name": name,
             "revision": pipeline_revision(spec),
             "readers": readers,
-            "spec": selected(with_kv_backend_as_before_auto(spec), read_by(readers)),
+            "spec": selected_spec(spec, read_by(readers)),
         }
         if pinned is not None:
             content["pinned"] = pinned.model_dump(mode="json", by_alias=True, exclude_none=True)

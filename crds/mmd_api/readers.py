@@ -345,20 +345,19 @@ def selected(part: ApiModel, wanted: Wanted, prefix: str = "") -> dict[str, Any]
 FIRST_KV_BACKEND: KvBackend = "Nccl"
 """The default of `transfer.kv.backend` before there was Auto.
 
-Revisions, hashes and files of workers leave it out, as they did then: those of running deployments do not change, and workers
-and operators of different releases understand each other.
+Revisions, hashes and worker files omit it, as before: running deployments keep theirs, and releases stay compatible.
 """
 
 
-def with_kv_backend_as_before_auto(spec: MultimodalDeploymentSpec) -> MultimodalDeploymentSpec:
-    """The spec with the transport of KV named unless it is `FIRST_KV_BACKEND`; for `selected`, which leaves Auto out.
+def selected_spec(spec: MultimodalDeploymentSpec, wanted: Wanted) -> dict[str, Any]:
+    """The wanted fields of a spec as JSON, in the form that earlier releases hash and read.
 
-    The pods of a pool do not read the GPUs of another pool, so Auto means nothing to them.
+    Auto is resolved: the pods of a pool do not read the GPUs of another pool.
     """
     backend = spec.transfer.kv.backend
     if backend == "Auto" and spec.prefill is not None:
         backend = spec.kv_backend
-    return _with_kv_backend(spec, "Auto" if backend == FIRST_KV_BACKEND else backend)
+    return selected(_with_kv_backend(spec, "Auto" if backend == FIRST_KV_BACKEND else backend), wanted)
 
 
 def with_first_kv_backend(spec: MultimodalDeploymentSpec) -> MultimodalDeploymentSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -50,16 +51,17 @@ def binaries() -> Path:
             )
         subprocess.run(["sh", REPOSITORY / "e2e/kubernetes/build.sh", build], check=True, timeout=1800)
     for name in ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm"):
-        link = CACHED_BUILD / name
-        if not link.exists():
-            link.symlink_to("kube")
+        with contextlib.suppress(
+            FileExistsError
+        ):  # another process makes the links of a fresh clone at the same time
+            (CACHED_BUILD / name).symlink_to("kube")
     return CACHED_BUILD
 
 
 def write_kubeconfig(path: Path, server: str, token: str) -> Path:
     """Write a kubeconfig for an API server or its stand-in. Nobody checks the server's certificate.
 
-    The file is replaced as a whole: another process may be reading the one that is there.
+    The file is replaced atomically: another process may be reading it.
     """
     body = {
         "apiVersion": "v1",

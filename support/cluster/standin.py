@@ -297,7 +297,7 @@ class Namespace:
         self.core.create_namespaced_pod(self.name, body)
 
     def end_pods(self, deployment: str = "demo") -> None:
-        """End pods as the garbage collector and the kubelet do once the gateway's Deployment is gone."""
+        """Delete the gateway's pods if its Deployment is gone, as the garbage collector and the kubelet would."""
         if not self.apps.list_namespaced_deployment(self.name).items:
             for pod in self.gateway_pods(deployment):
                 self._end_pod(pod.metadata.name)

@@ -57,7 +57,6 @@ class UnrulyServer:
         self.watches: set[str] = set()
         self._cut = asyncio.Event()
         self._cuts = 0
-        self._expire = False
         self._lagging: re.Pattern[str] | None = None
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -79,7 +78,7 @@ class UnrulyServer:
     def cut_watches(self, *, expired: bool = False) -> None:
         """End every watch.
 
-        `expired`: each client that resumes is told once that its version is too old (410).
+        `expired`: the next watch of each path that resumes from a resourceVersion gets 410 (Expired), once.
         """
 
         def cut() -> None:
@@ -108,7 +107,7 @@ class UnrulyServer:
         self._end = asyncio.Event()
         self._cut = asyncio.Event()
         self._expired_until = -1
-        self._told: Counter[str] = Counter()
+        self._expired_at: Counter[str] = Counter()
         unchecked = ssl.create_default_context()
         unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
         connector = aiohttp.TCPConnector(ssl=unchecked, limit=0)
@@ -138,8 +137,12 @@ class UnrulyServer:
                 )
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP_HEADERS}
         watching = request.query.get("watch") in ("true", "1")
-        if watching and self._told[request.path] < self._expired_until and "resourceVersion" in request.query:
-            self._told[request.path] = self._expired_until
+        if (
+            watching
+            and self._expired_at[request.path] < self._expired_until
+            and "resourceVersion" in request.query
+        ):
+            self._expired_at[request.path] = self._expired_until
             gone = {"type": "ERROR", "object": status_body(410)}
             return web.json_response(gone, dumps=lambda body: json.dumps(body) + "\n")
         async with self._session.request(

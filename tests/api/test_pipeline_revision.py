@@ -5,7 +5,7 @@ import pytest
 from mmd_api import pipeline
 from mmd_api.history import is_read_by_pods, spec_digest
 from mmd_api.pipeline import PipelineConfig, inputs_of, pipeline_revision
-from mmd_api.readers import selected, with_kv_backend_as_before_auto
+from mmd_api.readers import selected_spec
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.status import MultimodalDeploymentStatus, PinnedRevision
 from support.cluster.manifests import base_manifest, merge
@@ -184,7 +184,7 @@ def test_files_and_hashes_leave_the_first_kv_backend_out_as_they_always_did():
     pools = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}
     for more in (pools, {"prefill": None, "decode": {"gpus": 1}}):
         stored = MultimodalDeployment.parse(merge(base_manifest(), {"spec": {**more, "transfer": NCCL}})).spec
-        assert "transfer" not in selected(with_kv_backend_as_before_auto(stored), is_read_by_pods)
+        assert "transfer" not in selected_spec(stored, is_read_by_pods)
     named = MultimodalDeployment.parse(merge(base_manifest(), {"spec": {**pools, "transfer": NCCL}})).spec
     file = json.loads(PipelineConfig.text_for(named, "somewhere", "sample", "decode"))
     assert "transfer" not in file["spec"]

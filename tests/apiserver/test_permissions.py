@@ -222,7 +222,8 @@ def short_of_pods(namespace: Namespace) -> None:
 def audited(plane: ControlPlane, namespace: Namespace) -> tuple[set[Right], set[Right]]:
     """Rights that the operator's account used, and those it was denied."""
     used, denied = set(), set()
-    for line in plane.audit_log.read_text().splitlines():
+    complete = plane.audit_log.read_text().rpartition("\n")[0]  # the API server may be writing the last line
+    for line in complete.splitlines():
         entry = json.loads(line)
         if entry["user"]["username"] != f"system:serviceaccount:{namespace.name}:{ACCOUNT}":
             continue

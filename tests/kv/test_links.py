@@ -618,7 +618,7 @@ def test_no_link_is_evicted_for_attempts_that_were_given_up(manager, never_conne
     with pytest.raises(LinkError, match="no link"):
         linked(one, two)
     never = links._Attempt("other", calls=False)
-    never.set_result(link := PairLink("other", "i0", 0, CPU, Freed(), socket.socket(), lambda _: None))
+    never.set_result(link := PairLink("other", 0, CPU, Freed(), socket.socket(), lambda _: None))
     one._peers["other"] = links._Peer("other", "i0", attempt=never)
     with pytest.raises(OverloadedError, match="all 2 KV links are in use"):
         one.connect("two", "i0", two.endpoint, 1)

@@ -25,7 +25,6 @@ from mmd_cli.local.pods import LocalPod, pool_pod
 from mmd_cli.local.steps import repeat
 from mmd_cli.local.supervisor import Supervisor
 from mmd_operator.autoscaling import (
-    Decision,
     DeploymentPolicy,
     PodFacts,
     PoolFacts,
@@ -104,7 +103,7 @@ class LocalScaler:
             if decision.replicas != decision.current:
                 self._log_line("autoscaler", str(decision))
                 self.decisions[pool] = str(decision)
-            self._make(pool, decision, self._scaler.actions(now, decision, facts[pool]))
+            self._make(pool, self._scaler.actions(now, decision, facts[pool]))
 
     async def _fetch_report(self, client: httpx.AsyncClient, pod: LocalPod, now: float) -> None:
         path = paths.GATEWAY_DEMAND if pod.component == "gateway" else paths.WORKER_STATE
@@ -143,7 +142,7 @@ class LocalScaler:
             else None,
         )
 
-    def _make(self, pool: PoolName, decision: Decision, actions: ScaleActions) -> None:
+    def _make(self, pool: PoolName, actions: ScaleActions) -> None:
         by_name = {pod.name: pod for pod in self._of(pool)}
         for name in actions.drain:
             self._log_line(

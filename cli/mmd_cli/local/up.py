@@ -157,7 +157,7 @@ async def running(
             _started(nats),
             _supervising(log_line, interpreter, shared_servers) as supervisor,
             _in_background(supervisor.supervise(NATS, supervisor.keep_nats(nats))),
-            _raising_what_was_given_up(supervisor),
+            _ending_on_give_up(supervisor),
         ):
             threads = threads or _threads_per_worker(objects)
             fraction = 1 / max(1, most_workers(deployment.spec))
@@ -174,7 +174,7 @@ async def running(
             )
             for pod in pods:
                 supervisor.start(pod)
-            with _noted(local) as write_state:  # from now on `mmd status` shows how far each pod is
+            with _state_file(local) as write_state:  # from now on `mmd status` shows how far each pod is
                 await _until_ready(pods, supervisor, progress, ready_seconds)
                 scaler = LocalScaler(
                     deployment,
@@ -222,7 +222,7 @@ async def _supervising(
 
     Gateways end first, which may take as long as a request: requests in flight still find their workers.
     """
-    supervisor = Supervisor(log_line, lambda _: None, interpreter, shared_servers=shared_servers)
+    supervisor = Supervisor(log_line, interpreter=interpreter, shared_servers=shared_servers)
     try:
         yield supervisor
     finally:
@@ -244,7 +244,7 @@ async def _in_background(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _raising_what_was_given_up(supervisor: Supervisor) -> AsyncIterator[None]:
+async def _ending_on_give_up(supervisor: Supervisor) -> AsyncIterator[None]:
     """Cancel the block when a process is given up.
 
     Raises:
@@ -270,7 +270,7 @@ async def _raising_what_was_given_up(supervisor: Supervisor) -> AsyncIterator[No
 
 
 @contextmanager
-def _noted(local: LocalDeployment) -> Iterator[Callable[[Mapping[PoolName, str]], Path]]:
+def _state_file(local: LocalDeployment) -> Iterator[Callable[[Mapping[PoolName, str]], Path]]:
     """Keep the file by which `mmd status` finds the deployment, until the block ends.
 
     Yields a function that writes the file again, with the decisions by pool.
@@ -320,7 +320,7 @@ def objects_of(deployment: MultimodalDeployment) -> list[dict[str, Any]]:
 def for_one_machine(deployment: MultimodalDeployment) -> MultimodalDeployment:
     """The deployment with one NATS server, and with gloo where the spec leaves the transport of KV open.
 
-    More servers would be lost together. All workers share one GPU, and NCCL wants one for each.
+    More servers would be lost together. All workers share one GPU, and NCCL needs one for each process.
     """
     spec = deployment.spec
     nats = spec.nats.model_copy(update={"replicas": 1})

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TextShare:
-    """While prompts of text alone and prompts with media both wait, text has `percent` of the computed
-    tokens.
+    """Text gets `percent` of the computed tokens while text-only and media prompts both wait; media get the rest.
 
-    Media have the rest. A prompt cannot always be cut so: what one side had too much is owed to the other,
-    which then comes first. A side that has all it wants is owed nothing, and nothing is owed once one of them
-    does not wait.
+    Prompts cannot always be split exactly: the side that got too much owes the other, which then goes first.
+    Debts end when one side stops waiting or gets all it wants.
     """
 
     percent: int

@@ -80,8 +80,12 @@ def _budget_covers_minima(s: MultimodalDeploymentSpec) -> bool:
     return s.gpu_budget is None or least <= s.gpu_budget
 
 
+def _kv_pools_have_gpus(s: MultimodalDeploymentSpec) -> bool:
+    return s.prefill is not None and min(s.prefill.gpus, s.decode.gpus) >= 1
+
+
 def _nccl_has_gpus(s: MultimodalDeploymentSpec) -> bool:
-    return s.prefill is None or s.transfer.kv.backend != "Nccl" or min(s.prefill.gpus, s.decode.gpus) >= 1
+    return s.prefill is None or s.transfer.kv.backend != "Nccl" or _kv_pools_have_gpus(s)
 
 
 def _groups_fit(s: MultimodalDeploymentSpec) -> bool:
@@ -461,7 +465,7 @@ class MultimodalDeploymentSpec(ApiModel, rules=SPEC):
 
     @property
     def kv_backend(self) -> KvBackend:
-        """The transport of KV from prefill to decode pods; of no meaning without a prefill pool."""
+        """The transport of KV from prefill to decode pods; unused without a prefill pool."""
         backend = self.transfer.kv.backend
         if backend != "Auto":
             return backend

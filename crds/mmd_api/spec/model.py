@@ -54,7 +54,7 @@ class Located(Protocol):
 RELATIVE = ("./", "../")
 PATH = ("/", *RELATIVE)
 NO_HUB_ID = (*PATH, "builtin/")
-"""Beginnings of ids: of relative paths, of all paths, and of everything that is not an id of the hub."""
+"""Prefixes of model ids: relative paths, all paths, and everything that is not a hub id."""
 
 
 def begins_with(name: str, prefixes: tuple[str, ...]) -> str:

@@ -18,8 +18,6 @@ from mmd_api.pipeline import encodes_small_media, roles_of
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 
-LATENCY_STALE_SECONDS = 60.0
-
 
 @dataclass(frozen=True, slots=True)
 class Window:

@@ -32,7 +32,7 @@ from mmd_operator.observed.problems import Problem
 
 Direction = Literal["up", "down"]
 DrainOutcome = Literal["begun", "ended", "overdue", "renewed"]
-DRAIN_OUTCOMES: tuple[DrainOutcome, ...] = ("begun", "ended", "overdue", "renewed")
+DRAIN_OUTCOMES: tuple[DrainOutcome, ...] = get_args(DrainOutcome)
 USUAL_DECISIONS: dict[Direction, tuple[str, ...]] = {
     "up": ("LoadRose", "Panic", "Woken", "ScheduleOpened", "OutOfBounds", "External"),
     "down": ("LoadFell", "Idle", "OverBudget", "OutOfBounds", "External"),

@@ -117,7 +117,7 @@ class PoolObjects:
     ) -> list[Problem]:
         object_name = pool_name(self._context.name, name)
         if pool_object is None or pool_object.requested is None:
-            return await self._create(name, workload, now)
+            return await self._create(name, workload)
         if pool_object.owner_uid != self._uid:
             return [not_ours(POOL_KIND, object_name)]
         problems: list[Problem] = []
@@ -130,7 +130,7 @@ class PoolObjects:
             self._last_writes[object_name] = pool_object.resource_version, status, now
         return problems
 
-    async def _create(self, name: PoolName, workload: Workload, now: float) -> list[Problem]:
+    async def _create(self, name: PoolName, workload: Workload) -> list[Problem]:
         """Create a MultimodalPool, unless it exists and the watch does not show it yet."""
         object_name = pool_name(self._context.name, name)
         stored = await self._context.cluster.get(POOL_KIND, self._context.namespace, object_name)

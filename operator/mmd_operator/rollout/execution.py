@@ -89,10 +89,10 @@ class Execution:
     async def _apply(self, body: Body, step: Step, observed: Observed, outcome: _Outcome) -> None:
         """Write the step's objects. Clients switch to other gateways only after all earlier objects have settled."""
         for manifest in step.apply:
-            kind, name = manifest["kind"], manifest["metadata"]["name"]
+            key = kind, name = manifest_key(manifest)
             if not outcome.settled and kind == "Deployment" and step.stage == "SwitchingGateway":
                 continue
-            child = observed.children.get(manifest_key(manifest))
+            child = observed.children.get(key)
             if child is not None and child.key in outcome.withheld:
                 continue
             result, problem = await self._applier.apply(manifest, child, time.monotonic())
@@ -105,7 +105,7 @@ class Execution:
             elif result not in ("Unchanged", "Unseen", "Contested"):
                 if problem is not None:
                     self._context.report_contest(body, problem)
-                outcome.changed.add(manifest_key(manifest))
+                outcome.changed.add(key)
                 outcome.note(result, f"{kind} {name}")
 
     async def _resize(self, body: Body, step: Step, observed: Observed, outcome: _Outcome) -> None:

@@ -3,7 +3,7 @@
 The StatefulSets of pools have the update strategy OnDelete: a changed template reaches only pods that start later. A running pod is
 replaced only here, when the part of the spec that it reads has changed (see `mmd_api.readers`). A template that a newer operator
 writes differently, or that names the image by its digest, therefore replaces no pod. A deleted pod drains on SIGTERM.
-Groups of pods are replaced by their LeaderWorkerSet, one at a time; `apply` changes its template for the same reasons alone.
+Groups of pods are replaced by their LeaderWorkerSet, one at a time; `applier` changes its template for the same reasons alone.
 """
 
 from __future__ import annotations

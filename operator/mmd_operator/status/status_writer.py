@@ -76,8 +76,8 @@ class StatusWriter:
         self.snapshot = DeploymentSnapshot(
             self._context.namespace, self._context.name, removing(stage, message)
         )
-        dated_conditions = dated(self.snapshot.conditions, self._previous(body), generation, now())
         previous = self._previous(body)
+        dated_conditions = dated(self.snapshot.conditions, previous, generation, now())
         conditions = [entry.model_dump(mode="json", by_alias=True) for entry in dated_conditions]
         if [(entry["type"], entry["reason"]) for entry in previous] == [
             (entry["type"], entry["reason"]) for entry in conditions

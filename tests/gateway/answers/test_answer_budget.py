@@ -58,9 +58,8 @@ async def test_an_answer_that_can_never_fit_is_refused_before_anything_is_placed
 async def test_a_request_that_waits_for_memory_takes_no_room_in_the_pools(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        gateway_process, "host_bytes", lambda: 96 * MEBIBYTE, raising=False
-    )  # room for four of LARGE
+    # Room for four of LARGE.
+    monkeypatch.setattr(gateway_process, "host_bytes", lambda: 96 * MEBIBYTE)
     monkeypatch.setattr("mmd_workers.process.live.CHECK_SECONDS", 0.02)
     key, file, go = new_key(), tmp_path / "keys.yaml", asyncio.Event()
     write(file, tenant("search", key))
@@ -91,9 +90,8 @@ async def test_a_request_that_waits_for_memory_takes_no_room_in_the_pools(
 async def test_answers_share_a_budget_and_text_does_not_wait_for_it(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        gateway_process, "host_bytes", lambda: 96 * MEBIBYTE, raising=False
-    )  # room for four of LARGE
+    # Room for four of LARGE.
+    monkeypatch.setattr(gateway_process, "host_bytes", lambda: 96 * MEBIBYTE)
     monkeypatch.setattr(hold_module, "WAIT_SECONDS", 0.1)
     gateway = await launch()
     go = asyncio.Event()

@@ -34,9 +34,9 @@ Lines = Callable[[int], Awaitable[list[dict[str, Any]]]]
 
 @pytest.fixture
 def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    """The next so many lines, from a file: pytest's capture loses what is written while it is read.
+    """Returns the next `count` audit lines. The log goes to a file, because pytest's capture loses output written during a read.
 
-    Tests name it before `launch`, whose gateways write until they have ended.
+    Request this fixture before `launch`: gateways write until they stop.
     """
     file, text = tmp_path / "audit.jsonl", ""
     with file.open("ab") as log, file.open() as reader:

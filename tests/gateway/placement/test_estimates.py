@@ -110,7 +110,7 @@ async def test_decoders_that_receive_kv_faster_come_first_despite_late_reports(
 async def test_clients_that_hang_up_during_placement_leave_nothing_waiting(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "DEFAULT_MAX_WAITING_REQUESTS", 1)
+    monkeypatch.setattr(router.PlacementLimits, "of", lambda spec: router.PlacementLimits(1))
     gateway = await launch()
     worker = await gateway.worker("the red circle")
     worker.placing = held = asyncio.Event()

@@ -9,7 +9,7 @@ from mmd_api.contract.pools import Modality
 
 
 class FairShares:
-    """Chooses the waiting modality that has had the least.
+    """Chooses the waiting modality that has been served least.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, 1996): a modality that comes back counts as having had as much as the one
     served last, so a pause earns it nothing.
@@ -17,7 +17,7 @@ class FairShares:
 
     def __init__(self) -> None:
         self._amounts: dict[Modality, float] = {}
-        self._served = 0.0  # what the modality served last had had before
+        self._virtual_time = 0.0  # largest amount that a modality had when it was served
         self._waited: frozenset[Modality] = frozenset()  # modalities that waited at the last choice
 
     def next_of(
@@ -25,12 +25,12 @@ class FairShares:
     ) -> Modality:
         """Choose among waiting modalities, at least one. `having`: amounts that have not been added yet."""
         for modality in frozenset(waiting) - self._waited:
-            self._amounts[modality] = max(self._amounts.get(modality, 0.0), self._served)
+            self._amounts[modality] = max(self._amounts.get(modality, 0.0), self._virtual_time)
         self._waited = frozenset(waiting)
         return min(waiting, key=lambda modality: self._amounts[modality] + having.get(modality, 0.0))
 
     def add(self, modality: Modality, amount: float) -> None:
         """Record that a modality has been served this much more."""
         previous = self._amounts.get(modality, 0.0)
-        self._served = max(self._served, previous)
+        self._virtual_time = max(self._virtual_time, previous)
         self._amounts[modality] = previous + amount

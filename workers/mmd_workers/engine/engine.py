@@ -92,7 +92,7 @@ class Engine:
             max_model_len=max_model_len,
         )
         self.table = SequenceTable(self.scheduler)
-        self.model_runner = ModelRunner(model, self.kv, self.scheduler)
+        self.model_runner = ModelRunner(model, self.kv, self.scheduler.max_sequences)
         self._results = StepResults(model, self.scheduler, self.table, max_model_len)
         self._kernels_pending = False  # launched, and nothing has waited for them
         self._arrivals = 0
@@ -376,6 +376,7 @@ class Engine:
         # Rows may run again: they write the same KV to the same slots, and nothing is sampled before all rows have run.
         run = partial(self.model_runner.run, waits=schedule.bounded)
         results = run_isolating(work, run, self.model.device, STEP_ERRORS)
+        self.scheduler.window = self.model_runner.window
         for item, result in zip(work, results, strict=True):
             if isinstance(result, Exception):
                 self.abort(item.sequence.sequence_id)
@@ -415,6 +416,7 @@ class Engine:
                 sequence.token_ids.append(0)
                 sequence.sampling = SamplingParams(max_tokens=2)
                 self.model_runner.run([Work(sequence, tokens, tokens + 1)])
+            self.scheduler.window = self.model_runner.window
         finally:
             self.kv.clear(blocks)
             self.blocks.release(blocks)

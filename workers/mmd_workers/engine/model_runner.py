@@ -13,16 +13,19 @@ from mmd_workers.engine.choosing.masks import Masks
 from mmd_workers.engine.choosing.sampler import Draw, Sampled, logprobs_of, sample
 from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.pieces import Work
-from mmd_workers.engine.scheduler import Scheduler
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.model.interfaces import LanguageModel
 
 
 class ModelRunner:
-    """Runs a model over a KV pool. `kernel`: computes attention. `num_runs`: runs so far."""
+    """Runs a model over a KV pool. `kernel`: computes attention. `num_runs`: runs so far.
 
-    def __init__(self, model: LanguageModel, kv: KvPool, scheduler: Scheduler) -> None:
-        self._model, self._kv, self._scheduler = model, kv, scheduler
+    `window`: most tokens that a row of the last run saw, its own included; None: all.
+    """
+
+    def __init__(self, model: LanguageModel, kv: KvPool, max_sequences: int) -> None:
+        self._model, self._kv, self._max_sequences = model, kv, max_sequences
+        self.window: int | None = None
         self.kernel = attention.select_kernel(model.kv_layout, model.device)
         self.num_runs = 0
 
@@ -44,7 +47,7 @@ class ModelRunner:
             embeds, positions, extras = self._inputs(pieces)
             with attention.running(batch, self.kernel):
                 hidden = self._model.forward(embeds, positions, extras)
-            self._scheduler.window = batch.window
+            self.window = batch.window
             self._note_prompts(pieces, batch, hidden)
             due = [
                 (number, draft)
@@ -85,7 +88,7 @@ class ModelRunner:
 
         Works on a few rows at a time: memory is measured for the logits of `max_sequences`.
         """
-        most_rows = self._scheduler.max_sequences
+        most_rows = self._max_sequences
         for item, last in zip(work, batch.last_rows, strict=True):
             sequence = item.sequence
             if sequence.prompt_logprobs is None:

@@ -68,7 +68,6 @@ class PairLink:
     def __init__(
         self,
         peer: str,
-        peer_incarnation: str,
         epoch: int,
         device: torch.device,
         channel: Channel,
@@ -76,7 +75,6 @@ class PairLink:
         on_dead: Callable[[str], None],
     ) -> None:
         self.peer = peer
-        self.peer_incarnation = peer_incarnation
         self.epoch = epoch
         self.device = device
         self.sentinel = sentinel_socket
@@ -478,7 +476,7 @@ class LinkManager:
                     self._fail_up_to(record, epoch, reason)
             return
         on_dead = partial(self._on_dead, record, epoch)
-        link = PairLink(peer, record.incarnation, epoch, self.device, channel, sock, on_dead)
+        link = PairLink(peer, epoch, self.device, channel, sock, on_dead)
         with self._changing():
             self._connecting.discard(attempt)
             if record.attempt is not attempt:

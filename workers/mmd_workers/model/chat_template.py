@@ -80,7 +80,7 @@ class ChatTemplate:
         except UnsupportedInputError:
             return ""
 
-    def have_control_tokens(
+    def mention_control_tokens(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> bool:
         """Whether users wrote a control token into these messages or tools."""

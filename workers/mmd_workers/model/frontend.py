@@ -35,7 +35,7 @@ from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.probe_cache import Probe
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, RenderedPrompt, SamplingPlan
 from mmd_workers.model.reasoning import Reasoning
-from mmd_workers.model.sampling_plans import SamplingPlanner
+from mmd_workers.model.sampling_plans import SamplingPlanner, truncated_seconds
 from mmd_workers.model.tiles import bound_tiles
 
 
@@ -121,7 +121,7 @@ class HfFrontend:
         """
         self._check_parts(messages, media)
         self._check_tool_calls(messages)
-        sanitize = self._template.have_control_tokens(messages, tools)
+        sanitize = self._template.mention_control_tokens(messages, tools)
         messages = _without_sounds_of_videos(messages, media)
         if sanitize:
             messages = self._template.mark(messages)
@@ -131,26 +131,26 @@ class HfFrontend:
             place = "" if reasoning is None else reasoning.history
             messages = [reasoning_forms.with_reasoning(message, place) for message in messages]
         variables = {} if reasoning is None else reasoning.variables(reasons)
-        if self._planner is None:
-            text = self._template.render(messages, tools, variables)
-            begins = None if reasoning is None else reasoning.begin_after(text)
-            return RenderedPrompt(
-                len(text),
-                begins,
-                lambda: PromptLayout(self._encode(text, sanitize, add_special_tokens=False), []),
-            )
-        choices = choices or [NO_CHOICE] * len(media)
-        plans = [
-            self._planner.plan(number, info, choice)
-            for number, (info, choice) in enumerate(zip(media, choices, strict=True))
-        ]
-        probes = [
-            self._planner.probe(n, info, plan)
-            for n, (info, plan) in enumerate(zip(media, plans, strict=True))
-        ]
+        plans: list[SamplingPlan] = []
+        probes: list[Probe] = []
+        if self._planner is not None:
+            choices = choices or [NO_CHOICE] * len(media)
+            plans = [
+                self._planner.plan(number, info, choice)
+                for number, (info, choice) in enumerate(zip(media, choices, strict=True))
+            ]
+            probes = [
+                self._planner.probe(number, info, plan)
+                for number, (info, plan) in enumerate(zip(media, plans, strict=True))
+            ]
         text = self._template.render(messages, tools, variables)
-        begins = None if reasoning is None else reasoning.begin_after(text)
-        return RenderedPrompt(len(text), begins, lambda: self._expanded(text, sanitize, media, plans, probes))
+
+        def encoded() -> PromptLayout:
+            if self._planner is None:
+                return PromptLayout(self._encode(text, sanitize, add_special_tokens=False), [])
+            return self._expanded(text, sanitize, media, plans, probes)
+
+        return RenderedPrompt(len(text), None if reasoning is None else reasoning.begin_after(text), encoded)
 
     def _expanded(
         self,
@@ -314,11 +314,12 @@ class HfFrontend:
         order: Sequence[Modality],
     ) -> list[MediumLayout]:
         """Assign the placeholder positions to the media. Markers of one modality keep the order of their media."""
-        positions = iter([i for i, token in enumerate(token_ids) if token in self._placeholder_ids])
-        total = sum(
-            p.replacement.count(self._placeholder[i.modality]) for i, p in zip(media, probes, strict=True)
-        )
-        num_placeholders = sum(1 for token in token_ids if token in self._placeholder_ids)
+        placeholders = [i for i, token in enumerate(token_ids) if token in self._placeholder_ids]
+        counts = [
+            probe.replacement.count(self._placeholder[info.modality])
+            for info, probe in zip(media, probes, strict=True)
+        ]
+        total, num_placeholders, positions = sum(counts), len(placeholders), iter(placeholders)
         if total != num_placeholders or len(order) != sum(not info.of_video for info in media):
             raise CountMismatchError(
                 f"{total} placeholders of {len(media)} media were laid out, but the template and tokenizer made {num_placeholders} of "
@@ -331,8 +332,7 @@ class HfFrontend:
         placed: dict[int, MediumLayout] = {}
         for modality in order:
             group = _group(media, next(queues[modality]))
-            counts = {n: probes[n].replacement.count(self._placeholder[media[n].modality]) for n in group}
-            group_positions = [next(positions) for _ in range(sum(counts.values()))]
+            group_positions = [next(positions) for _ in range(sum(counts[number] for number in group))]
             for number in group:
                 medium_positions = group_positions
                 if len(group) > 1:
@@ -351,7 +351,6 @@ class HfFrontend:
     def _placed(
         self, info: MediumInfo, plan: SamplingPlan, probe: Probe, positions: Sequence[int]
     ) -> MediumLayout:
-        assert self._planner is not None
         decoded = info.decoded_bytes(len(plan.frame_indices), plan.num_samples)
         return MediumLayout(
             modality=info.modality,
@@ -361,7 +360,7 @@ class HfFrontend:
             sampling=plan,
             work=probe.work * plan.pooled_frames,
             host_bytes=decoded + probe.input_bytes * plan.pooled_frames,
-            truncated_seconds=self._planner.truncated_seconds(info, plan),
+            truncated_seconds=truncated_seconds(info, plan),
         )
 
 

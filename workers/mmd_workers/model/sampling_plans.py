@@ -1,4 +1,4 @@
-"""How each medium of a prompt is sampled, and how many tokens it becomes. Independent of conversations and tokenizers.
+"""Plans the sampling of each medium of a prompt, and counts its tokens. Independent of conversations and tokenizers.
 
 Counts come from dry runs: the model's own processor works on tensors that have a shape but no data.
 """
@@ -58,7 +58,7 @@ class SamplingPlanner:
         self._cached = ProbeCache(self._dry_run, PROBES_BYTES)
 
     def plan(self, number: int, info: MediumInfo, choice: SamplingChoice) -> SamplingPlan:
-        """How a medium is sampled. `number`: its place among the media of the request.
+        """Plan the sampling of a medium. `number`: its index among the request's media.
 
         Raises:
             UnsupportedInputError: the model cannot take this medium or choice; the message names the remedy.
@@ -77,7 +77,7 @@ class SamplingPlanner:
             return self._with_frame_size(number, info, choice, grouped(plan, self._pooled_frames))
         if info.modality == "audio":
             rate = int(self._processor.feature_extractor.sampling_rate)
-            samples = self._samples(info, rate)
+            samples = _samples(info, rate)
             limit = self._adapter.max_audio_samples(self._processor)
             if limit and samples > limit:
                 if self._policy.audio.too_long == "Reject":
@@ -90,7 +90,7 @@ class SamplingPlanner:
         return replace(self._image_plan(number, info, choice), page=info.page)
 
     def amount(self, number: int, info: MediumInfo, choice: SamplingChoice) -> MediaAmount:
-        """What a medium holds that may be reduced. See `plan`, also for errors."""
+        """Return the frames and pixels of a medium that can be reduced. Raises as `plan` does."""
         if info.modality == "audio":
             return MediaAmount()
         plan = self.plan(number, info, choice)
@@ -105,10 +105,10 @@ class SamplingPlanner:
         return MediaAmount(frames, pixels, least_pixels=side**2)
 
     def probe(self, number: int, info: MediumInfo, plan: SamplingPlan) -> Probe:
-        """What the model's processor makes of a medium of this size, sampled in this way.
+        """Run the model's processor on the shape of a medium. Results are cached by shape.
 
         Raises:
-            UnsupportedInputError: it rejects the medium, or makes no token of it.
+            UnsupportedInputError: the processor rejects the medium, or yields no token.
         """
         try:
             probe = self._cached(
@@ -141,12 +141,6 @@ class SamplingPlanner:
                 f"medium {number} ({info.modality}) is too short or too small to yield a token"
             )
         return probe
-
-    def truncated_seconds(self, info: MediumInfo, plan: SamplingPlan) -> float:
-        """Seconds of a sound that its plan leaves out."""
-        if info.modality != "audio":
-            return 0.0
-        return (self._samples(info, plan.sample_rate_hz) - plan.num_samples) / plan.sample_rate_hz
 
     def _image_plan(self, number: int, info: MediumInfo, choice: SamplingChoice) -> SamplingPlan:
         """The plan of an image. If the choice changes nothing, it is the plan without one."""
@@ -204,10 +198,6 @@ class SamplingPlanner:
         plan = replace(plain, size=size)
         same = self.probe(number, info, plan) == self.probe(number, info, plain)
         return plain if same else plan
-
-    def _samples(self, info: MediumInfo, rate: int) -> int:
-        """Number of samples of a whole sound at the model's rate."""
-        return (info.num_samples * rate + info.sample_rate_hz - 1) // max(info.sample_rate_hz, 1)
 
     def _frame_indices(self, number: int, info: MediumInfo, choice: SamplingChoice) -> list[int]:
         """Frames chosen by the model's own video processor for this choice, thinned evenly to the limit."""
@@ -338,3 +328,15 @@ def _pixels(probe: Probe, processor: Any) -> int:
     """Pixels of an image, or of each frame of a video, after such a processor has resized it."""
     (grid,) = next(value for name, value in probe.geometry.items() if name.endswith("grid_thw"))
     return int(grid[-2] * grid[-1] * int(processor.patch_size) ** 2)
+
+
+def truncated_seconds(info: MediumInfo, plan: SamplingPlan) -> float:
+    """Seconds of a sound that its plan leaves out."""
+    if info.modality != "audio":
+        return 0.0
+    return (_samples(info, plan.sample_rate_hz) - plan.num_samples) / plan.sample_rate_hz
+
+
+def _samples(info: MediumInfo, rate: int) -> int:
+    """Number of samples of a whole sound at the model's rate."""
+    return (info.num_samples * rate + info.sample_rate_hz - 1) // max(info.sample_rate_hz, 1)

@@ -125,7 +125,7 @@ class TenantUsage:
     tokens: TokensOfADay = field(default_factory=TokensOfADay)
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS  # tokens of an answer that is not cut short
     _minute: AmountOfAMinute = field(default_factory=AmountOfAMinute)
-    _work: AmountOfAMinute = field(default_factory=AmountOfAMinute)  # in milliseconds
+    _work_milliseconds: AmountOfAMinute = field(default_factory=AmountOfAMinute)
     _owed_seconds: float = 0.0  # work beyond estimates; each minute deducts the tenant's limit
     _owed_at: float = 0.0
     _mean_seconds: float = 0.0  # mean duration of a request; 0: none has ended
@@ -188,13 +188,15 @@ class TenantUsage:
         if (max_seconds := self._pay(limits, gateways, now)) is None:
             return
         limit, waiting, owed = 1000 * max_seconds, round(1000 * waiting_seconds), self._owed_seconds
-        if self._work.count(now) + waiting + 1000 * owed >= limit:
+        if self._work_milliseconds.count(now) + waiting + 1000 * owed >= limit:
             until_paid = WINDOW_SECONDS * owed / max_seconds
-            seconds = max(1.0, until_paid, self._work.seconds_until_below(max(1, limit - waiting), now))
+            seconds = max(
+                1.0, until_paid, self._work_milliseconds.seconds_until_below(max(1, limit - waiting), now)
+            )
             beyond = f", and {owed:.1f} s before that were not estimated" if owed else ""
             raise _reached(
                 tenant,
-                f"had {self._work.count(now) / 1000:.1f} s of work in the last minute and {waiting_seconds:.1f} s waiting{beyond}",
+                f"had {self._work_milliseconds.count(now) / 1000:.1f} s of work in the last minute and {waiting_seconds:.1f} s waiting{beyond}",
                 "workSecondsPerMinute",
                 limits.work_seconds_per_minute,
                 gateways,
@@ -203,7 +205,7 @@ class TenantUsage:
 
     def begin_work(self, seconds: float, now: float) -> None:
         """Count work that has started."""
-        self._work.add(now, max(1, round(1000 * seconds)))
+        self._work_milliseconds.add(now, max(1, round(1000 * seconds)))
 
     def correct_work(self, limits: TenantLimits, gateways: int, seconds: float, now: float) -> None:
         """Correct the work of a request that has ended by its difference to the estimate given to `begin_work`.

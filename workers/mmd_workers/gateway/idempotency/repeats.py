@@ -40,7 +40,7 @@ KEY_HEADER = "idempotency-key"
 EVENT_HEADER = "last-event-id"
 REPEATED_HEADER = "idempotent-replayed"
 EVENT_HEAD_BYTES = 256  # the beginning of an event, which has its number
-MAX_HOLDERS = 3  # the most gateways to ask for an answer that each turns out not to have
+MAX_HOLDERS = 3  # gateways asked in turn when each proves not to have the answer
 POLL_SECONDS = 1.0  # the wait for data after the deadline, while the request's own end is on its way
 
 _log = logging.getLogger(__name__)

@@ -42,10 +42,8 @@ async def fitted(
         return layout, content
     if not any(info.modality == "video" for info in content.infos):
         return layout, content
-    amounts, choices = (
-        await asyncio.to_thread(frontend.amounts, content.infos, content.choices),
-        content.choices,
-    )
+    choices = content.choices
+    amounts = await asyncio.to_thread(frontend.amounts, content.infos, choices)
     for percent in FITTING_PERCENTS:
         share, previous = MediaShare(pixels_percent=percent, frames_percent=0), choices
         choices = [

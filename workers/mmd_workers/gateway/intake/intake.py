@@ -33,7 +33,7 @@ from mmd_workers.gateway.intake.fitting import Fit, reported
 from mmd_workers.gateway.intake.frame_search import default_choice
 from mmd_workers.gateway.intake.media_fetcher import MediaFetcher
 from mmd_workers.gateway.intake.media_tiers import MediaTiers
-from mmd_workers.gateway.intake.prepared import Prepared, feature_ref, feature_refs, ids_of
+from mmd_workers.gateway.intake.prepared import Prepared, feature_refs, ids_of
 from mmd_workers.gateway.intake.prompt_content import PromptContent
 from mmd_workers.gateway.intake.sampling import (
     AnswerRules,
@@ -130,7 +130,7 @@ class Intake:
         room = beside_companion(room, guidance, limit)
         if not sources:
             reservation.release()  # the text exists only as tokens now
-        features = feature_refs(laid_out.content, layout, self._revision)
+        features = feature_refs(laid_out.content.infos, layout, self._revision)
         if self._has_encode_queue:
             await check_jobs(features, sources)
         timeline.note_media(features, layout)
@@ -178,10 +178,7 @@ class Intake:
         choices = [source.choice for source in sources]
         rendered = await asyncio.to_thread(self._frontend.render, messages, infos, [], None, choices)
         layout = await asyncio.to_thread(rendered.encode)
-        return [
-            feature_ref(info, medium, self._revision)
-            for info, medium in zip(infos, layout.media, strict=True)
-        ]
+        return feature_refs(infos, layout, self._revision)
 
     async def token_ids(
         self,
@@ -245,7 +242,7 @@ class Intake:
                 )
             max_tokens = min(first.sampling.max_tokens, room)
             min_tokens = min(first.sampling.min_tokens, max_tokens)
-            features = feature_refs(content, layout, self._revision)
+            features = feature_refs(content.infos, layout, self._revision)
             if self._has_encode_queue:
                 for feature in features:
                     await check_fits(feature)

@@ -8,7 +8,6 @@ from typing import Any
 
 from mmd_api.contract.sampling import Guidance
 from mmd_workers.gateway.intake.fallback import Fallback
-from mmd_workers.gateway.intake.prompt_content import PromptContent
 from mmd_workers.gateway.output.call_parser import CallParser
 from mmd_workers.gateway.output.reasoning_parser import ReasoningParser
 from mmd_workers.media.identity import feature_id
@@ -39,13 +38,13 @@ class Prepared:
         return 0 if self.guidance is None else len(self.guidance.token_ids)
 
 
-def feature_refs(content: PromptContent, layout: PromptLayout, revision: str) -> list[FeatureRef]:
+def feature_refs(infos: Sequence[MediumInfo], layout: PromptLayout, revision: str) -> list[FeatureRef]:
     """References to the features of a prompt. `revision`: of the pipeline, which is part of a feature's id."""
-    pairs = zip(content.infos, layout.media, strict=True)
-    return [feature_ref(info, medium, revision) for info, medium in pairs]
+    pairs = zip(infos, layout.media, strict=True)
+    return [_feature_ref(info, medium, revision) for info, medium in pairs]
 
 
-def feature_ref(info: MediumInfo, medium: Any, revision: str) -> FeatureRef:
+def _feature_ref(info: MediumInfo, medium: Any, revision: str) -> FeatureRef:
     """A reference to the feature of a medium. `medium`: its layout in the prompt."""
     sampling = asdict(medium.sampling)
     size = sampling.pop("size")

@@ -39,9 +39,9 @@ CONTENT_SECURITY_POLICY = "; ".join(
 
 
 def routes(is_served: Callable[[], bool], *, admin: bool = False, asks_for_key: bool = False) -> list[Route]:
-    """`/` and the files that it needs, below `/page/`; 404 while `is_served` is false. A browser keeps them and asks whether they have changed.
+    """Serve `/` and its files below `/page/`; 404 while `is_served()` is false. Browsers cache the files and revalidate them.
 
-    `admin`: on the admin port, where the page also shows the pods, and where a request is. `asks_for_key`: where the API needs a key.
+    `admin`: the page is on the admin port and also shows pods and the progress of requests. `asks_for_key`: the API requires a key.
     """
     folder = resources.files(__name__)
     files = {name: (folder / name).read_bytes() for name in _TYPES}

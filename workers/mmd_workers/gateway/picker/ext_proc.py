@@ -156,7 +156,7 @@ class ProxyExchange:
 
 
 def _pieces(content: bytes, is_last: bool, piece_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """Split a piece of a body. Each part comes with whether it ends the body; the part that does is small."""
+    """Split a piece of a body. Yields each part, and True if it ends the body; the last part is small."""
     last_begin = max(0, len(content) - LAST_PIECE_BYTES) if is_last else len(content)
     for begin in range(0, last_begin, piece_bytes):
         yield content[begin : min(begin + piece_bytes, last_begin)], False

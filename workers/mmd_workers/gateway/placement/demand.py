@@ -17,8 +17,7 @@ KEPT_FIRST_TOKENS = 8192
 class GatewayDemand:
     """The latest depth of the encode queue, and times to first token of the last half minute."""
 
-    def __init__(self, percentile: int) -> None:
-        self.percentile = percentile
+    def __init__(self) -> None:
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=KEPT_FIRST_TOKENS)
         self._waiting: dict[Modality, float] | None = None
         self._read_at = 0.0
@@ -44,8 +43,8 @@ class GatewayDemand:
         """Note that the depth of the queue is unknown, which is not zero."""
         self._waiting = None
 
-    def report(self, pod: str, revision: str, held: Mapping[Role, int]) -> GatewayStatus:
-        """The response of `/demand`. `held`: requests by the missing role."""
+    def report(self, pod: str, revision: str, held: Mapping[Role, int], percentile: int) -> GatewayStatus:
+        """The response of `/demand`. `held`: requests by the missing role. `percentile`: of the time to first token."""
         now = time.monotonic()
         while self._first_tokens and self._first_tokens[0][0] < now - WINDOW_SECONDS:
             self._first_tokens.popleft()
@@ -57,5 +56,5 @@ class GatewayDemand:
             queue=None
             if waiting is None
             else EncodeQueueStatus(age_seconds=now - self._read_at, waiting_work=waiting),
-            ttft=FirstTokens.of((s for _, s in self._first_tokens), self.percentile, WINDOW_SECONDS),
+            ttft=FirstTokens.of((s for _, s in self._first_tokens), percentile, WINDOW_SECONDS),
         )

@@ -17,6 +17,7 @@ import numpy as np
 
 from mmd_api.contract.pools import MODALITIES, Modality, Role
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import PrefillSpec
 from mmd_workers.caches.index import CacheIndex, Prefix
 from mmd_workers.features.held import feature_identity
 from mmd_workers.gateway.placement.fleet import UNKNOWN_NODE, EncodeRows, Figures, Flags, Fleet, Rows
@@ -24,7 +25,6 @@ from mmd_workers.gateway.placement.link_speeds import Links
 from mmd_workers.gateway.placement.ttft_model import Terms, TtftModel
 from mmd_workers.wire.messages.every_pod import Heartbeat
 
-DEFAULT_MAX_WAITING_REQUESTS = 512  # where the spec has no prefill pool
 EMBEDDING_BYTES_PER_TOKEN = 8100.0  # until a transfer has been measured
 NATS_BYTES_PER_SECOND = 270e6  # throughput of NATS core on one connection
 EMBEDDING_SECONDS_PER_TOKEN = EMBEDDING_BYTES_PER_TOKEN / NATS_BYTES_PER_SECOND
@@ -197,7 +197,7 @@ class _MediaWork:
     shared: dict[Modality, Figures]
 
     def add(self, need: FeatureNeed, is_missing: Figures, *, cached_by_encoder: bool) -> None:
-        """Add a medium. `wanted`: 1 where the pod lacks the medium, else 0."""
+        """Add a medium. `is_missing`: 1 where the pod lacks the medium, else 0."""
         self.tokens += need.num_tokens * is_missing
         needed = need.work * is_missing
         for work in (self.own,) if cached_by_encoder else (self.own, self.shared):
@@ -260,7 +260,7 @@ class PlacementLimits:
     def of(cls, spec: MultimodalDeploymentSpec) -> PlacementLimits:
         """Read the limits from a spec."""
         return cls(
-            spec.prefill.max_waiting_requests if spec.prefill is not None else DEFAULT_MAX_WAITING_REQUESTS,
+            (spec.prefill or PrefillSpec()).max_waiting_requests,
             spec.decode.local_prefill_tokens,
             spec.local_encode_tokens,
         )

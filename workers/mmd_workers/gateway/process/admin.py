@@ -92,7 +92,9 @@ def _admin_routes(gateway: Gateway, heartbeat: Callable[[], Heartbeat]) -> list[
     async def demand(_request: Request) -> Response:
         beat = heartbeat()
         held_requests = gateway.dispatcher.held_by_role()
-        report = gateway.demand.report(beat.pod, beat.revision, held_requests)
+        report = gateway.demand.report(
+            beat.pod, beat.revision, held_requests, gateway.settings.slo.percentile
+        )
         faults = {}
         if gateway.access is not None:
             faults["keys_fault"] = gateway.access.fault[:MAX_FAULT_CHARACTERS]

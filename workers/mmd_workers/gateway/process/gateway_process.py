@@ -190,7 +190,7 @@ class GatewayProcess:
             bus=bus,
             metrics=self._metrics,
             tracing=self._tracing,
-            demand=GatewayDemand(spec.slo.percentile),
+            demand=GatewayDemand(),
             prefix_index=self._router.index,
             feature_index=self._router.features,
             access=self._access,
@@ -232,7 +232,7 @@ class GatewayProcess:
             ),
             lambda: gateway.settings.request_timeout_seconds,
             self._certificate.context if self._certificate is not None else None,
-            spec.gateway.cors.allowed_origins if spec.gateway.cors is not None else (),
+            gateway.settings.allowed_origins,
         )
         self._admin = HttpServer(
             build_admin_app(gateway, self.heartbeat),
@@ -419,7 +419,6 @@ class GatewayProcess:
         gateway.dispatcher.max_retries = spec.gateway.max_retries
         self._others.replicas = spec.gateway.replicas
         self._router.limits = PlacementLimits.of(spec)
-        gateway.demand.percentile = spec.slo.percentile
         _show_promises(self._metrics, spec.slo)
         _check_memory(gateway, self._memory_bytes)
         set_level(spec.observability.log_level)
