@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,24 @@ def cpu_seconds() -> float:
     """CPU time of this process, and of the programs that it has seen end."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+TIMEOUT_AGAIN_SECONDS = 60.0
+"""Time after which a timeout that did not end its test is raised again."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer() -> Generator[None, object, object]:
+    """Repeat the timer of pytest-timeout.
+
+    It raises in whatever the main thread runs. A callback of an event loop, or a task that is not the test, takes the exception
+    for its own: the test went on, and waited for ever if that callback was to wake it.
+    """
+    timer = yield
+    seconds, _ = signal.getitimer(signal.ITIMER_REAL)
+    if seconds > 0:
+        signal.setitimer(signal.ITIMER_REAL, seconds, TIMEOUT_AGAIN_SECONDS)
+    return timer
 
 
 BEFORE: pytest.StashKey[float] = pytest.StashKey()

@@ -53,6 +53,19 @@ async def test_shorter():
     async with asyncio.timeout(0.2):
         await until(complains, "all pods are ready")
 
+async def test_callback():
+    def busy():
+        while True:
+            pass
+    complained = []
+    async def asks():
+        if not complained:
+            complained.append(True)
+            complains()
+        asyncio.get_running_loop().call_soon(busy)  # asyncio logs whatever a callback raises
+        await asyncio.Event().wait()
+    await until(asks, "all pods are ready")
+
 async def test_passes():
     await until(lambda: True)
 """
@@ -63,8 +76,9 @@ def report(tmp_path: Path):
     """What pytest prints of one of the cases, and the output that `ci.run` gets."""
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "conftest.py").write_text(
-        'import support.harness.waiting\npytest_plugins = ["support.harness.legs"]\n'
+        'import support.harness.legs, support.harness.waiting\npytest_plugins = ["support.harness.legs"]\n'
         "support.harness.waiting.UNTIMED_SECONDS = 1.0\n"
+        "support.harness.legs.TIMEOUT_AGAIN_SECONDS = 0.5\n"
     )
     markers = "\n".join(f"  {name}" for name in ("processes", "system", "deployment", "drill"))
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nasyncio_mode = auto\nmarkers =\n{markers}\n")
@@ -79,6 +93,7 @@ def report(tmp_path: Path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            timeout=waiting.DEADLINE_SECONDS,
         )
         assert done.returncode == 1, done.stdout
         assert "waited " in outcomes.read_text()
@@ -89,7 +104,7 @@ def report(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "case", ["blocking", "asyncio", "event", "coroutine", "thread", "fixture", "shorter"]
+    "case", ["blocking", "asyncio", "event", "coroutine", "callback", "thread", "fixture", "shorter"]
 )
 def test_what_a_test_waited_for_in_vain_is_in_its_report(report, case: str) -> None:
     text = report(case)
