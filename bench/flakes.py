@@ -25,7 +25,7 @@ import psutil
 from rich.console import Console
 
 from bench.report import REPORTS, code, keep
-from ci.run import Run, legs_of, run_legs
+from ci.run import Run, legs_of, only_run, run_legs
 from mmd_workers.wire.server import die_with_parent
 
 STOPPED_SECONDS = (1.0, 3.0)
@@ -105,11 +105,12 @@ class Findings:
     """Of each run."""
 
     @classmethod
-    def kept(cls, commit: str, load: bool) -> Findings:
-        """Those of the kept report, or none where it is of another commit or another kind."""
+    def kept(cls, commit: str, load: bool, words: list[str]) -> Findings:
+        """Those of the kept report, or none where it is of another commit, other legs or another kind."""
         path = REPORTS / f"{REPORT}.json"
         report = json.loads(path.read_text()) if path.exists() else {}
-        if (report.get("code"), report.get("load")) != (commit, load):
+        is_same = (report.get("code"), report.get("load"), report.get("words")) == (commit, load, words)
+        if not is_same or commit.endswith("-dirty"):
             return cls()
         failures = {
             name: Failures(set(one["runs"]), one["output"]) for name, one in report["failures"].items()
@@ -167,14 +168,19 @@ def main() -> None:
     parser.add_argument("--legs", nargs="+", default=["test", "demo"])
     parser.add_argument("--more", action="store_true", help="add to the runs of the kept report")
     options = parser.parse_args()
-    findings = Findings.kept(code(), options.load) if options.more else Findings()
+    findings = Findings.kept(code(), options.load, options.legs) if options.more else Findings()
     stopped = 0
     for _ in range(options.runs):
         seed = options.seed + findings.runs
-        with load(seed) if options.load else contextlib.nullcontext() as stopper:
+        with only_run(), load(seed) if options.load else contextlib.nullcontext() as stopper:
             findings.add(options.legs, PATIENCE if options.load else 1)
         stopped += stopper.num_stopped if stopper else 0
-        facts = {"load": options.load, "seed": options.seed, "processes_stopped_now": stopped}
+        facts = {
+            "load": options.load,
+            "words": options.legs,
+            "seed": options.seed,
+            "processes_stopped_now": stopped,
+        }
         path = keep(REPORT, facts | findings.body())
     console = Console()
     for name, one in findings.failures.items():

@@ -1,18 +1,21 @@
 """Reads the table of drills, `ci/drills.toml`: which tests each drill has, and which drills a gate runs.
 
-A gate runs the drills whose own files the last commit changes, as long as their budgets fit into `MINUTES`
-together and none of their tests awaits repair (`until`). It names the drills it leaves out. It also runs one
-drill of the rotation if that fits. The commit selects this drill, so that a second run of the commit runs the
-same one.
+A gate runs one drill of the rotation. The commit selects it, so that a second run of the commit runs the same
+one. The gate also runs the drills whose own files have changed since the base, as long as all budgets fit into
+`MINUTES` and none of their tests awaits repair (`until`). It names the drills it leaves out.
+
+The base is the commit in `MMD_CI_BASE`; or where the branch left `origin/main`; or, on `origin/main` itself,
+HEAD's parent.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import tomllib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DRILLS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "ci" / "drills.toml").read_text())
 ROTATION = tuple(name for name, row in DRILLS.items() if row.get("rotation"))
 BASE = "MMD_CI_BASE"
-"""Environment variable that names the commit to compare with. The default is HEAD's parent."""
+"""Environment variable that names the commit to compare with."""
 
-MINUTES = 15.0
+UPSTREAM = "origin/main"
+
+MINUTES = 12.0
+"""Time of the drills of a gate together."""
 
 
 def _is_of(node_id: str, entry: str) -> bool:
@@ -87,21 +93,20 @@ class Choice:
 def choose(commit: str, paths: Iterable[str] | None) -> Choice:
     """Choose the drills of a gate.
 
-    `commit`: hexadecimal, or empty without git. `paths`: the paths that the commit changes, or None if they
-    are unknown.
+    `commit`: hexadecimal, or empty without git. `paths`: the paths that have changed, or None if they are
+    unknown.
     """
-    run: list[str] = []
+    run = [ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]]
     notes = []
     if paths is None:
         notes.append("NOT RUN: drills whose files changed, for git does not say what changed")
     for name in drills_of_changes(paths or ()):
+        if name in run:
+            continue
         if "until" not in DRILLS[name] and _minutes([*run, name]) <= MINUTES:
             run.append(name)
         else:
             notes.append(f"NOT RUN: drill-{name}, whose files changed; run 'make drill-{name}'")
-    rotation_drill = ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]
-    if rotation_drill not in run and _minutes([*run, rotation_drill]) <= MINUTES:
-        run.append(rotation_drill)
     return Choice(tuple(run), tuple(notes))
 
 
@@ -124,20 +129,39 @@ def head(root: Path = ROOT) -> str:
 
 
 def changed(root: Path = ROOT) -> list[str] | None:
-    """Return the paths that differ from the commit in `MMD_CI_BASE`, by default from HEAD's parent.
-
-    Returns None if that is unknown.
+    """Return the paths of the working tree that differ from the base, or None if there is none.
 
     Raises:
         SystemExit: `MMD_CI_BASE` names no commit.
     """
-    base = os.environ.get(BASE)
-    names = git("diff", "--name-only", "--no-renames", "-z", base or "HEAD^", root=root)
-    if names is None and base:
-        raise SystemExit(f"ci: {BASE}: git knows no commit {base!r}")
+    names = git("diff", "--name-only", "--no-renames", "-z", base(root), root=root)
     return None if names is None else names.split("\0")[:-1]
+
+
+def base(root: Path = ROOT) -> str:
+    """Return the commit to compare with.
+
+    Raises:
+        SystemExit: `MMD_CI_BASE` names no commit.
+    """
+    if named := os.environ.get(BASE):
+        if git("rev-parse", "--verify", f"{named}^{{commit}}", root=root) is None:
+            raise SystemExit(f"ci: {BASE}: git knows no commit {named!r}")
+        return named
+    forked = (git("merge-base", "HEAD", UPSTREAM, root=root) or "").strip()
+    return forked if forked and forked != head(root) else "HEAD^"
+
+
+def day(root: Path = ROOT) -> datetime.date:
+    """Return the day of the commit, by which dates in tables are judged: a commit passes or fails on any day."""
+    written = (git("log", "-1", "--format=%cI", root=root) or "").strip()
+    now = datetime.datetime.now(datetime.UTC)
+    return (datetime.datetime.fromisoformat(written) if written else now).astimezone(datetime.UTC).date()
 
 
 def chosen() -> Choice:
     """Choose the drills of a gate for the working tree, uncommitted edits included."""
-    return choose(head(), changed())
+    choice = choose(head(), changed())
+    return replace(
+        choice, notes=(f"drills for what changed since {base()}: {', '.join(choice.run)}", *choice.notes)
+    )

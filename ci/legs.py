@@ -21,7 +21,7 @@ CORES = 2
 class Leg:
     """One command with its own log.
 
-    A leg over its budget is reported. A leg over twice its budget is ended, with the stacks of its processes.
+    A leg over its budget is reported. One far over it is ended, with the stacks of its processes.
     `cores`: roughly how many it keeps busy; legs run side by side as long as they need at most `CORES`
     together.
     """

@@ -1,5 +1,6 @@
 """Pytest's side of `ci`: marks tests by where they run, and writes the outcome of every test.
 
+Random tests draw from the commit's seed, without a limit of time.
 `MMD_TEST_OUTCOMES` names the file for outcomes. Use: `pytest_plugins = ["support.harness.legs"]`.
 """
 
@@ -10,13 +11,16 @@ import os
 import re
 import resource
 import signal
+import subprocess
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ci.drills import drill_of, stale
+from support.harness.seeds import seed_of_commit
 from support.harness.waiting import reports_of_waits
 
 OUTCOMES = "MMD_TEST_OUTCOMES"
@@ -27,7 +31,7 @@ PROGRAMS = frozenset(
 )
 
 CPU = "cpu seconds"
-CHECK = "a check did not hold"
+LATE = "something came too late"
 BROKEN = "a promise was broken"
 
 #: Suffix that pytest-xdist appends to the node id of a test in a group.
@@ -68,13 +72,16 @@ def cpu_seconds() -> float:
 TIMEOUT_AGAIN_SECONDS = 60.0
 """Time after which a timeout that did not end its test is raised again."""
 
+TIMEOUT_MESSAGE = "Timeout (>"
+"""How the messages of pytest-timeout begin."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer() -> Generator[None, object, object]:
     """Repeat the timer of pytest-timeout.
 
-    It raises in whatever the main thread runs. A callback of an event loop, or a task that is not the test, takes the exception
-    for its own: the test went on, and waited for ever if that callback was to wake it.
+    It raises in whatever the main thread runs. A callback of an event loop, or a task that is not the test,
+    takes the exception for its own: the test went on, and waited for ever if that callback was to wake it.
     """
     timer = yield
     seconds, _ = signal.getitimer(signal.ITIMER_REAL)
@@ -98,8 +105,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add facts to the reports of a test.
 
-    That of a failed phase gets the waits that it interrupted, and whether a check did not hold. That of the
-    last phase gets the CPU time of the whole test.
+    That of a failed phase gets the waits that it interrupted, and whether a slow machine explains it. That of
+    the last phase gets the CPU time of the whole test.
     """
     report = yield
     if report.failed:
@@ -107,9 +114,19 @@ def pytest_runtest_makereport(
     if report.when == "teardown":
         report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
     if call.excinfo is not None:
-        report.user_properties.append((CHECK, isinstance(call.excinfo.value, AssertionError)))
+        report.user_properties.append((LATE, came_too_late(call.excinfo.value, call.when)))
         report.user_properties.append((BROKEN, breaks_a_promise(call.excinfo.value)))
     return report
+
+
+def came_too_late(error: BaseException, phase: str) -> bool:
+    """Whether a slow machine explains an error: time was up, or a program that starts took no connection yet."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(came_too_late(one, phase) for one in error.exceptions)
+    if isinstance(error, pytest.fail.Exception):
+        return str(error).startswith(TIMEOUT_MESSAGE)
+    starting = phase == "setup" and isinstance(error, ConnectionError)
+    return starting or isinstance(error, TimeoutError | subprocess.TimeoutExpired)
 
 
 def breaks_a_promise(error: BaseException | None) -> bool:
@@ -169,8 +186,7 @@ class Outcomes:
             seconds=round(report.duration, 2),
             system="system" in report.keywords,
             output=output,
-            answers="deployment" in report.keywords or "drill" in report.keywords,
-            check=dict(report.user_properties).get(CHECK, False),
+            late=dict(report.user_properties).get(LATE, False),
             broken=dict(report.user_properties).get(BROKEN, False),
         )
 
@@ -178,7 +194,19 @@ class Outcomes:
         self._file.write(json.dumps(facts) + "\n")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # What a test's thread raises is a failure of the test.
+    config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
+    config.option.hypothesis_seed = seed_of_commit()
+    settings.register_profile(
+        "commit",
+        deadline=None,
+        derandomize=False,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("commit")
     path = os.environ.pop(OUTCOMES, "")  # a pytest that a test starts writes none
     if path and not hasattr(config, "workerinput"):  # with pytest-xdist the controller sees all reports
         config.pluginmanager.register(Outcomes(Path(path)), "outcomes of tests")

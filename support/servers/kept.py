@@ -19,6 +19,9 @@ from typing import Any
 from support.harness.waiting import eventually
 
 USERS, STARTING, STARTED, LOG = "users.lock", "starting.lock", "started.json", "program.log"
+END_SECONDS = 600.0
+"""A user in another process may be in the middle of its longest test."""
+
 Facts = dict[str, Any]
 """What a program reports to its users once it has started."""
 
@@ -59,9 +62,13 @@ class Kept:
         eventually(has_started, self._start_seconds)
 
     def join(self) -> None:
-        """Wait until the program has ended, if this process started it. It ends with its last user."""
+        """Wait until the program has ended, if this process started it. It ends with its last user.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, within `END_SECONDS`.
+        """
         if self._process is not None:
-            self._process.wait()
+            self._process.wait(END_SECONDS)
 
 
 def keep(folder: Path, program: AbstractContextManager[Facts]) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import openai
 
 from mmd_cli.samples import Sample
+from support.harness.promises import promised
 from support.harness.waiting import wait_until
 from support.oracles import oracle
 from support.serving.local_deployment import ROOT, Deployment, content
@@ -48,23 +49,23 @@ class Askers:
     def __exit__(self, *_: object) -> None:
         self._enough.set()
         try:
-            for task in self._tasks:
-                task.result(120)
+            with promised("every client has an answer"):
+                for task in self._tasks:
+                    task.result(120)
         finally:
             self._threads.shutdown(wait=False)
 
     def all_are_answered_twice(self) -> None:
         """Wait until every client has had two more answers."""
         goals = [len(answers) + 2 for answers in self.answers]
-        wait_until(
-            lambda: (
-                all(len(a) >= goal for a, goal in zip(self.answers, goals, strict=True))
-                or any(task.done() for task in self._tasks)
-            ),
-            lambda: (
-                f"everybody is answered twice more; so far {[len(a) for a in self.answers]}, {self.errors}"
-            ),
-        )
+        with promised("everybody is answered twice more"):
+            wait_until(
+                lambda: (
+                    all(len(a) >= goal for a, goal in zip(self.answers, goals, strict=True))
+                    or any(task.done() for task in self._tasks)
+                ),
+                lambda: f"answers: {[len(a) for a in self.answers]}, {self.errors}",
+            )
 
     def check(self) -> None:
         """Check that every answer is that of `generate`."""

@@ -12,9 +12,6 @@ from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("kubernetes")
-
 from kubernetes import client
 
 from mmd_api.crd import custom_resource_definition

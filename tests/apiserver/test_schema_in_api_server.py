@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-pytest.importorskip("kubernetes")
-
 from kubernetes import client
 
 from mmd_api.resource import GROUP, PLURAL, VERSION, MultimodalDeployment, load

@@ -9,10 +9,10 @@ import torch
 
 from mmd_api.contract.sampling import Guidance
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
+from support.oracles import model_zoo as zoo
 from support.oracles import random_model
 from support.oracles.engine_oracle import Outcome, make_engine, run
 
-zoo = pytest.importorskip("support.oracles.model_zoo")
 NEW_TOKENS = 12
 
 pytestmark = pytest.mark.models

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from mmd_cli.samples import as_another_file
+from support.harness.promises import promised
 from support.harness.waiting import wait_until
 from support.oracles import oracle
 from support.serving.local_deployment import Deployment, write
@@ -76,8 +77,9 @@ def test_encoders_follow_a_storm_of_videos_and_no_answer_suffers(checkpoint: Pat
                 grown = works(deployment, 1)
             finally:
                 enough.set()
-            for future in asked:
-                future.result(60)
+            with promised("every question has an answer"):
+                for future in asked:
+                    future.result(60)
         assert grown, said(deployment)
         wait_until(lambda: len(deployment.pods("encoder")) == 1, lambda: f"one encoder is left:\n{log()}")
         answers[-1] = ask(-1)

@@ -128,7 +128,7 @@ def pipeline(nats_server: NatsServer, tmp_path: Path) -> Iterator[Pipeline]:
     yield made
     for process in made.started:
         process.kill()
-        process.wait()
+        process.wait(ENDS_SECONDS)
 
 
 def asked(gateway: Process) -> httpx.Response:
@@ -196,7 +196,7 @@ def test_a_gateway_never_uses_a_worker_of_other_weights_that_keeps_running(pipel
     assert answer(gateway) == before
     assert workers_of(gateway) == {("decode-0", "ready")}
     first.child.kill()
-    first.child.wait()
+    first.child.wait(ENDS_SECONDS)
     refused = asked(gateway)
     assert refused.status_code >= 500, refused.text
     assert second.is_ready()

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ci import run as module
 from ci.drills import Choice
 from ci.legs import PYTEST, Leg
-from ci.run import Run, finish, run_again, run_legs, summary
+from ci.run import Run, finish, only_run, run_again, run_legs, summary
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
 
 pytestmark = pytest.mark.processes
 REPOSITORY = Path(__file__).parents[2]
 CASES = """
 import os
 import pathlib
+import subprocess
+import threading
 import time
 import pytest
 
@@ -37,7 +42,7 @@ def test_by_chance():
     first = pathlib.Path("first")
     if not first.exists():
         first.touch()
-        assert False, "the first time"
+        raise TimeoutError("the first time")
 
 @pytest.mark.processes
 def test_skips_then():
@@ -45,7 +50,7 @@ def test_skips_then():
     if second.exists():
         pytest.skip("not now")
     second.touch()
-    assert False
+    raise TimeoutError
 
 @pytest.mark.processes
 @pytest.mark.deployment
@@ -73,10 +78,68 @@ def test_promise():
 @pytest.mark.processes
 def test_printed():
     print("promises.BrokenPromiseError: " + "a request was lost")
-    fourth = pathlib.Path("fourth")
-    if not fourth.exists():
-        fourth.touch()
-        raise TimeoutError
+    once(TimeoutError())
+
+def once(error):
+    path = pathlib.Path(os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split()[0])
+    if not path.exists():
+        path.touch()
+        raise error
+
+@pytest.mark.processes
+def test_late_group():
+    once(ExceptionGroup("all", [TimeoutError(), subprocess.TimeoutExpired("any", 1)]))
+
+@pytest.mark.processes
+@pytest.mark.timeout(1)
+def test_pytest_timeout():
+    path = pathlib.Path("hung")
+    if not path.exists():
+        path.touch()
+        time.sleep(60)
+
+@pytest.fixture
+def program():
+    once(ConnectionRefusedError())
+
+@pytest.mark.processes
+def test_starting(program):
+    pass
+
+@pytest.mark.processes
+def test_twice():
+    once(TimeoutError("the first time"))
+    raise AssertionError("the second time")
+
+@pytest.mark.processes
+def test_slow_program():
+    once(subprocess.TimeoutExpired("any", 1))
+
+@pytest.mark.processes
+def test_wrong_state():
+    once(AssertionError("a job was lost"))
+
+@pytest.mark.processes
+def test_wrong_group():
+    once(ExceptionGroup("all", [TimeoutError(), AssertionError("a job was lost")]))
+
+@pytest.mark.processes
+def test_client_error():
+    once(ValueError("no answer"))
+
+@pytest.mark.processes
+def test_connection_lost():
+    once(ConnectionResetError())
+
+@pytest.mark.processes
+def test_did_not_raise():
+    once(pytest.fail.Exception("DID NOT RAISE KeyError"))
+
+@pytest.mark.processes
+def test_in_a_thread():
+    thread = threading.Thread(target=once, args=[TimeoutError()])
+    thread.start()
+    thread.join()
 """
 
 
@@ -84,6 +147,7 @@ def test_printed():
 def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path / "logs")
+    monkeypatch.setattr(module, "TEST_MINUTES", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("PYTEST_ADDOPTS", "-x")
     (tmp_path / "cases").mkdir()
@@ -128,25 +192,66 @@ def test_a_deployment_that_was_too_slow_has_a_second_chance(cases: Path) -> None
     assert run_again(run) == ["cases/test_cases.py::test_slow_answer"]
 
 
+@pytest.mark.parametrize("expression", ["late_group", "pytest_timeout", "starting", "slow_program"])
+def test_only_what_came_too_late_has_a_second_chance(cases: Path, expression: str) -> None:
+    (run,) = run_legs([leg_of(expression)])
+    assert len(run_again(run)) == 1
+
+
 @pytest.mark.parametrize(
-    "expression", ["chance or pure", "pure", "promise", "chance or promise", "wrong_answer", "printed"]
+    "expression",
+    [
+        *("chance or pure", "pure", "promise", "chance or promise", "wrong_answer", "printed"),
+        *("wrong_state", "wrong_group", "client_error", "connection_lost", "did_not_raise", "in_a_thread"),
+    ],
 )
-def test_neither_pure_tests_nor_wrong_answers_nor_broken_promises_run_again(
-    cases: Path, expression: str
-) -> None:
+def test_neither_pure_tests_nor_findings_nor_broken_promises_run_again(cases: Path, expression: str) -> None:
     (run,) = run_legs([leg_of(expression)])
     assert run_again(run) == []
     assert not run.passed
 
 
-def test_a_leg_beyond_twice_its_budget_ends_with_process_stacks(cases: Path) -> None:
+def test_the_summary_shows_how_a_test_failed_the_second_time(cases: Path) -> None:
+    (run,) = run_legs([leg_of("twice")])
+    assert run_again(run) == []
+    assert not run.passed
+    assert "AssertionError: the second time" in summary([run], []).partition("   alone:\n")[2]
+
+
+def test_a_second_run_in_the_same_checkout_is_refused(cases: Path) -> None:
+    with (
+        only_run(),
+        pytest.raises(SystemExit, match=r"another run uses .*logs; wait until it has ended"),
+        only_run(),
+    ):
+        pytest.fail("both run")
+    with only_run():
+        pass
+
+
+def test_no_leg_outlives_a_run_that_is_killed(cases: Path) -> None:
+    leg = f"Leg('any', ({sys.executable!r}, '-c', 'import time; print(1, flush=True); time.sleep(900)'), 5)"
+    program = f"from ci.legs import Leg; from ci import run; from pathlib import Path; run.FOLDER = Path('logs'); run.run_legs([{leg}])"
+    killed = subprocess.Popen([sys.executable, "-c", program], cwd=cases)
+    log = cases / "logs" / "any.log"
+    try:
+        wait_until(lambda: log.exists() and log.read_text(), "the leg runs")
+        (child,) = psutil.Process(killed.pid).children()
+    finally:
+        killed.kill()
+        killed.wait(DEADLINE_SECONDS)
+    psutil.wait_procs([child], DEADLINE_SECONDS)
+    assert not child.is_running()
+
+
+def test_a_leg_far_beyond_its_budget_ends_with_process_stacks(cases: Path) -> None:
     hangs = leg_of("passes or hangs")
-    (run,) = run_legs([replace(hangs, budget_minutes=0.1)])
+    (run,) = run_legs([replace(hangs, budget_minutes=0.25)])
     assert run.ended_late
     assert not run.passed
     assert "in test_hangs" in run.log.read_text()
     text = summary([run], [])
-    assert "ended after twice its budget" in text
+    assert "ended after 0.5 min, with a budget of 0.25 min" in text
     assert "-- FAILED cases/test_cases.py::test_hangs: it had begun when cases ended" in text
     assert "test_passes" not in text.partition("-- FAILED")[2]
 

@@ -19,6 +19,7 @@ from ci.drills import (
     Choice,
     changed,
     choose,
+    day,
     drill_of,
     drills_of_changes,
     git,
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 CI_MINUTES = 90
 FLAKY_DAYS = 14
 MAX_KNOWN_FLAKY = 5
-TODAY = datetime.datetime.now(datetime.UTC).date()
+TODAY = day()
 
 
 def functions(file: Path) -> set[str]:
@@ -98,7 +99,7 @@ def test_a_change_of_a_drills_own_files_chooses_it_too() -> None:
     assert drills_of_changes(["e2e/storm.py", "README.md"]) == ["cluster"]
     assert drills_of_changes(["tests/pipeline/test_reasoning.py"]) == ["forms"]
     assert drills_of_changes(["e2e_other/storm.py"]) == []
-    assert choose("00000000", ["tests/pipeline/test_reasoning.py"]).run == ("forms", ROTATION[0])
+    assert choose("00000000", ["tests/pipeline/test_reasoning.py"]).run == (ROTATION[0], "forms")
     assert choose("00000000", ["tests/pipeline/test_lost_messages.py"]).run == (ROTATION[0],)
     assert choose("00000000", ["tests/observe/test_alerts_fire.py"]) == Choice(
         (ROTATION[0],), ("NOT RUN: drill-alerts, whose files changed; run 'make drill-alerts'",)
@@ -108,7 +109,8 @@ def test_a_change_of_a_drills_own_files_chooses_it_too() -> None:
 def test_drills_that_do_not_fit_into_the_gate_are_named() -> None:
     choice = choose("00000000", [path for name in DRILLS for path in own_paths(name)])
     left_out = [name for name in DRILLS if any(f"NOT RUN: drill-{name}," in note for note in choice.notes)]
-    assert set(choice.run) | set(left_out) >= set(DRILLS) - {ROTATION[0]}
+    assert set(choice.run) | set(left_out) == set(DRILLS)
+    assert choice.run[0] == ROTATION[0]
     assert sum(DRILLS[name]["minutes"] for name in choice.run) <= MINUTES
     assert "cluster" in left_out
 
@@ -155,6 +157,25 @@ def test_the_commit_to_compare_with_can_be_named_and_must_be_there(
     monkeypatch.setenv(BASE, "no-such-branch")
     with pytest.raises(SystemExit, match="MMD_CI_BASE: git knows no commit 'no-such-branch'"):
         changed(repository)
+
+
+def test_a_branch_is_compared_with_where_it_left_the_main_one(repository: Path, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    commit = ("-c", "user.name=any", "-c", "user.email=any@example.com", "commit", "--quiet", "--message=any")
+    assert git("branch", "--move", "main", root=repository) is not None
+    assert git("clone", "--quiet", str(repository), str(clone), root=tmp_path) is not None
+    assert changed(clone) == ["new.txt", "old name.txt"], "on the main branch: what its last commit changed"
+    for name in ("first", "second"):
+        (clone / name).touch()
+        assert git("add", name, root=clone) is not None
+        assert git(*commit, root=clone) is not None
+    assert changed(clone) == ["first", "second"]
+
+
+def test_the_day_of_a_commit_does_not_change(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2025-03-04T23:30:00-02:00")
+    assert git("commit", "--quiet", "--all", "--message=three", root=repository) is not None
+    assert day(repository) == datetime.date(2025, 3, 5)
 
 
 def test_without_history_or_git_nothing_is_known(

@@ -172,7 +172,7 @@ def replica(
     finally:
         for pod in pods:
             pod.process.kill()
-            pod.process.wait()
+            pod.process.wait(60)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ MAX_FUTILE_STARTS = 5  # starts in a row that end before the process is Ready
 MAX_CRASHES = 10  # ends in a row, each before the process had been Ready for STABLE_SECONDS
 STABLE_SECONDS = 60.0
 READY_POLL_SECONDS = 0.5
+KILLED_SECONDS = 10.0  # time that a killed process has to end
 LIVENESS_PERIOD_SECONDS = 10.0
 LIVENESS_TIMEOUT_SECONDS = 5.0
 LIVENESS_FAILURES = 3  # probes in a row that the process does not answer
@@ -279,7 +280,10 @@ class Supervisor:
             if not done:
                 self._print(child.pod.name, f"still running after {child.pod.grace_seconds:.0f} s; killed")
                 self._signal(child, signal.SIGKILL)
-        await asyncio.wait([child.task])
+        done, _ = await asyncio.wait([child.task], timeout=KILLED_SECONDS)
+        if not done:
+            self._print(child.pod.name, f"still there {KILLED_SECONDS:.0f} s after it was killed")
+            child.task.cancel()
 
     async def _not_ready(self, child: PodProcess, client: httpx.AsyncClient, url: str) -> str:
         """Wait until the process is Ready; returns why it never will be, or empty."""
