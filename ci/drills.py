@@ -1,11 +1,12 @@
 """Reads the table of drills, `ci/drills.toml`: which tests each drill has, and which drills a gate runs.
 
-A gate runs one drill of the rotation. The commit selects it, so that a second run of the commit runs the same
-one. The gate also runs the drills whose own files have changed since the base, as long as all budgets fit into
-`MINUTES` and none of their tests awaits repair (`until`). It names the drills it leaves out.
+A gate runs the drills whose own files have changed since the base, as long as their budgets fit into `MINUTES`
+together and none of their tests awaits repair (`until`). It also runs one drill of the rotation if that fits.
+The commit selects it, so that a second run of the commit runs the same one. The gate names the drills it leaves
+out.
 
-The base is the commit in `MMD_CI_BASE`; or where the branch left `origin/main`; or, on `origin/main` itself,
-HEAD's parent.
+The base is the commit in `MMD_CI_BASE`; or where the branch left `origin/main`, or without that `main`; or, on
+that branch itself, HEAD's parent.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ ROTATION = tuple(name for name, row in DRILLS.items() if row.get("rotation"))
 BASE = "MMD_CI_BASE"
 """Environment variable that names the commit to compare with."""
 
-UPSTREAM = "origin/main"
+UPSTREAM = ("origin/main", "main")
 
-MINUTES = 12.0
+MINUTES = 15.0
 """Time of the drills of a gate together."""
 
 
@@ -96,17 +97,20 @@ def choose(commit: str, paths: Iterable[str] | None) -> Choice:
     `commit`: hexadecimal, or empty without git. `paths`: the paths that have changed, or None if they are
     unknown.
     """
-    run = [ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]]
+    run: list[str] = []
     notes = []
     if paths is None:
         notes.append("NOT RUN: drills whose files changed, for git does not say what changed")
     for name in drills_of_changes(paths or ()):
-        if name in run:
-            continue
         if "until" not in DRILLS[name] and _minutes([*run, name]) <= MINUTES:
             run.append(name)
         else:
             notes.append(f"NOT RUN: drill-{name}, whose files changed; run 'make drill-{name}'")
+    in_turn = ROTATION[int(commit[:8] or "0", 16) % len(ROTATION)]
+    if in_turn not in run and _minutes([*run, in_turn]) <= MINUTES:
+        run.append(in_turn)
+    elif in_turn not in run and not any(f"drill-{in_turn}," in note for note in notes):
+        notes.append(f"NOT RUN: drill-{in_turn}, whose turn it was; run 'make drill-{in_turn}'")
     return Choice(tuple(run), tuple(notes))
 
 
@@ -148,13 +152,19 @@ def base(root: Path = ROOT) -> str:
         if git("rev-parse", "--verify", f"{named}^{{commit}}", root=root) is None:
             raise SystemExit(f"ci: {BASE}: git knows no commit {named!r}")
         return named
-    forked = (git("merge-base", "HEAD", UPSTREAM, root=root) or "").strip()
-    return forked if forked and forked != head(root) else "HEAD^"
+    for upstream in UPSTREAM:
+        if forked := (git("merge-base", "HEAD", upstream, root=root) or "").strip():
+            return forked if forked != head(root) else "HEAD^"
+    return "HEAD^"
 
 
 def day(root: Path = ROOT) -> datetime.date:
-    """Return the day of the commit, by which dates in tables are judged: a commit passes or fails on any day."""
-    written = (git("log", "-1", "--format=%cI", root=root) or "").strip()
+    """Return the day of the commit, by which dates in tables are judged: it passes or fails on any day.
+
+    An edit that is not committed has today's.
+    """
+    edited = git("status", "--porcelain", "--untracked-files=no", root=root)
+    written = "" if edited else (git("log", "-1", "--format=%cI", root=root) or "").strip()
     now = datetime.datetime.now(datetime.UTC)
     return (datetime.datetime.fromisoformat(written) if written else now).astimezone(datetime.UTC).date()
 

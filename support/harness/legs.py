@@ -16,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -115,17 +116,24 @@ def pytest_runtest_makereport(
         report.user_properties.append((CPU, round(cpu_seconds() - item.stash[BEFORE], 2)))
     if call.excinfo is not None:
         report.user_properties.append((LATE, came_too_late(call.excinfo.value, call.when)))
-        report.user_properties.append((BROKEN, breaks_a_promise(call.excinfo.value)))
+        is_promise = item.get_closest_marker("promise") is not None
+        report.user_properties.append((BROKEN, is_promise or breaks_a_promise(call.excinfo.value)))
     return report
 
 
 def came_too_late(error: BaseException, phase: str) -> bool:
-    """Whether a slow machine explains an error: time was up, or a program that starts took no connection yet."""
+    """Whether a slow machine explains an error: time was up, or a program that starts took no connection yet.
+
+    A wait that ran out while a failed check was handled explains nothing.
+    """
     if isinstance(error, BaseExceptionGroup):
         return all(came_too_late(one, phase) for one in error.exceptions)
     if isinstance(error, pytest.fail.Exception):
         return str(error).startswith(TIMEOUT_MESSAGE)
-    starting = phase == "setup" and isinstance(error, ConnectionError)
+    before = error.__cause__ or error.__context__
+    if isinstance(before, AssertionError | BaseExceptionGroup) and not came_too_late(before, phase):
+        return False
+    starting = phase == "setup" and isinstance(error, ConnectionRefusedError | httpx.ConnectError)
     return starting or isinstance(error, TimeoutError | subprocess.TimeoutExpired)
 
 
@@ -198,7 +206,8 @@ class Outcomes:
 def pytest_configure(config: pytest.Config) -> None:
     # What a test's thread raises is a failure of the test.
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
-    config.option.hypothesis_seed = seed_of_commit()
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = seed_of_commit()
     settings.register_profile(
         "commit",
         deadline=None,

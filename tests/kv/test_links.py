@@ -286,6 +286,7 @@ def test_a_peer_that_is_frozen_when_it_is_called_keeps_no_thread(manager, peer, 
         freeze.join()
     with pytest.raises(LinkError, match="no link to a"):
         own.connect("a", "i0", other.endpoint, 0)
+    freeze.join(NOTICED_SECONDS)
     wait_until(lambda: not connecting_threads(), "no thread connects", seconds=NOTICED_SECONDS)
     assert own.connecting_seconds == 0
 

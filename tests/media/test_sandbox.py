@@ -21,6 +21,7 @@ from mmd_workers.media.probe import probe
 from mmd_workers.media.sandbox import DecodePool, ResultMemory
 from support.harness.waiting import until
 from support.oracles.films import film
+from support.serving.mutations import media_memory
 
 from .media_samples import audio_bytes, image_bytes, number_of, png_claiming, video_bytes
 
@@ -110,31 +111,26 @@ def test_memory_of_a_result_is_reused_when_its_last_view_is_released():
 
 
 def test_pooled_result_memory_is_bounded_and_makes_room_for_requested_sizes():
-    def alive():
-        """Inodes of the shared memory that this process has open."""
-        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        return {
-            os.stat(link).st_ino
-            for link in links
-            if os.path.islink(link) and "mmd-media" in os.readlink(link)
-        }
+    before = media_memory()
 
-    before = len(alive())
+    def num_new():
+        return len(media_memory() - before)
+
     memory = ResultMemory(kept_bytes=4 * MIB)
     held = [memory.array(memory.take(MIB), MIB) for _ in range(9)]
-    assert len(alive()) == before + 9
+    assert num_new() == 9
     held.clear()
-    assert len(alive()) == before + 4
+    assert num_new() == 4
     result = memory.array(memory.take(2 * MIB), 1)
-    assert len(alive()) == before + 3
+    assert num_new() == 3
     del result
     memory.array(memory.take(8 * MIB), 1)
-    assert len(alive()) == before
+    assert num_new() == 0
     memory.array(memory.take(MIB), 1)
-    assert len(alive()) == before + 1
+    assert num_new() == 1
     memory.close()
     memory.array(memory.take(MIB), 1)
-    assert len(alive()) == before
+    assert num_new() == 0
 
 
 async def test_refusals_keep_their_words_and_the_process(pool):

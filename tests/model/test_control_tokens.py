@@ -61,9 +61,11 @@ def test_other_threads_run_while_a_long_text_is_searched(text: str) -> None:
     ticking.start()
     assert started.wait(DEADLINE_SECONDS)
     begun = time.perf_counter()
-    assert known.appear_in(text) == text.endswith(">")
-    known.marked(text)
-    over = time.perf_counter()
-    ended.set()
-    ticking.join(DEADLINE_SECONDS)
+    try:
+        assert known.appear_in(text) == text.endswith(">")
+        known.marked(text)
+        over = time.perf_counter()
+    finally:
+        ended.set()
+        ticking.join(DEADLINE_SECONDS)
     assert len([tick for tick in ticks if begun < tick < over]) > 3

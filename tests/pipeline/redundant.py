@@ -53,11 +53,9 @@ def ask(deployment: Deployment, sample: Sample, tokens: int = TOKENS) -> str:
 
 def assert_answered(deployment: Deployment, *samples: Sample) -> None:
     """All are asked side by side; each answer comes, and is that of `generate`, which models in this process compute one after the other."""
-    with ThreadPoolExecutor(len(samples)) as threads:
-        answers = [threads.submit(ask, deployment, sample) for sample in samples]
-    for sample, answer in zip(samples, answers, strict=True):
-        with promised("every question has an answer"):
-            text = answer.result()
+    with promised("every question has an answer"), ThreadPoolExecutor(len(samples)) as threads:
+        texts = list(threads.map(lambda sample: ask(deployment, sample), samples))
+    for sample, text in zip(samples, texts, strict=True):
         asked = f"the {sample.kind} question {sample.question!r}"
         promise(text == expected(sample), f"{asked} was answered {text!r}")
 

@@ -38,6 +38,8 @@ from support.harness.clock import FakeClock
 from support.harness.waiting import DEADLINE_SECONDS, until
 from support.serving.memory_bus import MemoryNet
 
+pytestmark = pytest.mark.promise
+
 Connect = Callable[[str], Awaitable[Bus]]
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
 BLOCK_TOKENS = 4

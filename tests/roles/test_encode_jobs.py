@@ -42,6 +42,8 @@ from support.harness.clock import FakeClock
 from support.harness.waiting import DEADLINE_SECONDS, until
 from support.serving.memory_bus import MemoryNet
 
+pytestmark = pytest.mark.promise
+
 NO_TRACING = Tracing("test", "test", "test", None)
 
 Connect = Callable[[str], Awaitable[Bus]]

@@ -31,6 +31,8 @@ from mmd_workers.wire.messages.message_parts import FeatureRef, Phase, Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest
 from support.harness.waiting import DEADLINE_SECONDS, until
 
+pytestmark = pytest.mark.promise
+
 NO_TRACING = Tracing("test", "test", "test", None)
 
 Connect = Callable[[str], Awaitable[Bus]]

@@ -136,6 +136,21 @@ def test_did_not_raise():
     once(pytest.fail.Exception("DID NOT RAISE KeyError"))
 
 @pytest.mark.processes
+def test_late_cleanup():
+    try:
+        once(AssertionError("a job was lost"))
+    except AssertionError as error:
+        try:
+            raise error
+        finally:
+            raise subprocess.TimeoutExpired("any", 1)
+
+@pytest.mark.processes
+@pytest.mark.promise
+def test_marked():
+    once(TimeoutError())
+
+@pytest.mark.processes
 def test_in_a_thread():
     thread = threading.Thread(target=once, args=[TimeoutError()])
     thread.start()
@@ -154,7 +169,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cases" / "test_cases.py").write_text(CASES)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["support.harness.legs"]\n')
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n  processes\n  system\n  deployment\n  drill\n"
+        "[pytest]\nmarkers =\n  processes\n  system\n  deployment\n  drill\n  promise\n"
     )
     return tmp_path
 
@@ -203,6 +218,7 @@ def test_only_what_came_too_late_has_a_second_chance(cases: Path, expression: st
     [
         *("chance or pure", "pure", "promise", "chance or promise", "wrong_answer", "printed"),
         *("wrong_state", "wrong_group", "client_error", "connection_lost", "did_not_raise", "in_a_thread"),
+        *("late_cleanup", "marked"),
     ],
 )
 def test_neither_pure_tests_nor_findings_nor_broken_promises_run_again(cases: Path, expression: str) -> None:

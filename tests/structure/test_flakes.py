@@ -45,13 +45,15 @@ def test_runs_are_added_only_to_those_of_the_same_commit_and_kind(
     monkeypatch.setattr(run, "FOLDER", tmp_path / "logs")
     monkeypatch.setattr(flakes, "REPORTS", tmp_path)
     monkeypatch.setattr(flakes, "legs_of", lambda words: [Leg(words[0], (words[0],), 1)])
-    first = flakes.Findings.kept("abc", load=True)
+    first = flakes.Findings.kept("abc", True, ["test"])
     first.add(["true"], patience=1)
     first.add(["false"], patience=1)
-    (tmp_path / "flakes.json").write_text(json.dumps({"code": "abc", "load": True} | first.body()))
-    again = flakes.Findings.kept("abc", load=True)
+    (tmp_path / "flakes.json").write_text(
+        json.dumps({"code": "abc", "load": True, "words": ["test"]} | first.body())
+    )
+    again = flakes.Findings.kept("abc", True, ["test"])
     again.add(["false"], patience=1)
     assert (again.runs, [leg["run"] for leg in again.legs]) == (3, [0, 1, 2])
     assert {name: one.runs for name, one in again.failures.items()} == {"leg false": {1, 2}}
-    assert flakes.Findings.kept("abc", load=False).runs == 0
-    assert flakes.Findings.kept("abcd", load=True).runs == 0
+    for other in (("abc", False, ["test"]), ("abcd", True, ["test"]), ("abc", True, ["demo"])):
+        assert flakes.Findings.kept(*other).runs == 0

@@ -64,7 +64,11 @@ def test_a_request_whose_step_a_rank_ended_is_placed_again(split, lost):
     os.kill(first.proc.pid, signal.SIGSTOP)
     killer = threading.Timer(1.0, os.kill, (second.proc.pid, signal.SIGKILL))
     killer.start()
-    assert not split.step().failed, "it ran alone, and did nothing wrong"
+    try:
+        assert not split.step().failed, "it ran alone, and did nothing wrong"
+    finally:
+        killer.cancel()
+        killer.join(DEADLINE_SECONDS)
     with pytest.raises(RuntimeError):
         split.step()
 

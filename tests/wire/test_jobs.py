@@ -16,6 +16,8 @@ from mmd_workers.wire.messages.prefill import EncodeFailed
 from support.harness.clock import FakeClock
 from support.harness.waiting import DEADLINE_SECONDS, until
 
+pytestmark = pytest.mark.promise
+
 SHORT = QueueLimits(ack_wait_seconds=1.0, max_attempts=2)
 PATIENT = QueueLimits(ack_wait_seconds=60.0, max_attempts=2)
 

@@ -249,7 +249,10 @@ class Supervisor:
         await self._servers.close()
 
     async def stop(self, names: list[str] | None = None) -> None:
-        """SIGTERM, then SIGKILL after each pod's grace period; returns when the processes have ended."""
+        """SIGTERM, then SIGKILL after each pod's grace period; returns when the processes have ended.
+
+        One that a kernel cannot end is named in the log and left behind.
+        """
         chosen = [self.children[name] for name in (names if names is not None else list(self.children))]
         await asyncio.gather(*(self._stop(child) for child in chosen))
         for child in chosen:

@@ -150,7 +150,7 @@ class PeerDirectory:
         """Stop listening; the last view stays readable."""
         if self._ticker is not None:
             self._ticker.cancel()
-            await asyncio.wait([self._ticker], timeout=1.0)
+            await asyncio.wait([self._ticker])
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
