@@ -41,12 +41,15 @@ drill-%: install vllm
 mutants: install ## Run mutation tests of the pure modules; at most one mutant in ten may survive (half an hour)
 	$(BIN)/python -m bench.mutants $(MUTANTS)
 
-lint: install ## Check style, types, import boundaries and the rules of the house
+lint: install ## Check style, types, import boundaries, the rules of the house, and that generated pages are up to date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m ci.house
+	$(BIN)/python docs/make_metrics_page.py --check
+	$(BIN)/python docs/make_messages_page.py --check
+	$(BIN)/python docs/make_api_page.py --check
 
 bench: install ## Benchmark the role layouts against transformers; writes the report to bench/reports
 	$(BIN)/python -m bench.layouts
