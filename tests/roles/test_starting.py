@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,35 +10,36 @@ from pathlib import Path
 
 import pytest
 
-from support.harness.waiting import wait_until
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
 
 pytestmark = pytest.mark.processes
 WORKER = ["worker", "--pool", "decode", "--roles", "decode"]
 
 
 @pytest.mark.parametrize("command", [WORKER, ["gateway"]], ids=["worker", "gateway"])
-def test_a_pod_that_is_still_importing_exits_on_sigterm(command: list[str]) -> None:
+def test_a_pod_that_is_still_importing_exits_on_sigterm(command: list[str], tmp_path: Path) -> None:
     """By a handler: the first process of a container never sees a signal that it has no handler for."""
-    process = subprocess.Popen([sys.executable, "-m", "mmd_cli", *command], stderr=subprocess.DEVNULL)
+    importing = tmp_path / "importing"
+    (tmp_path / "nats.py").write_text(f"open({str(importing)!r}, 'w').close(); import time; time.sleep(600)")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-m", "mmd_cli", *command], env=environment)
 
-    def may_be_asked() -> bool:
+    def is_importing() -> bool:
         if process.poll() is not None:
-            raise RuntimeError("it ended, or had all it needs, before it could be asked")
-        return catches(process.pid, signal.SIGTERM)
+            raise RuntimeError("it ended without the import that it was to wait in")
+        return importing.exists()
 
     try:
-        wait_until(may_be_asked, "it has a handler")
+        wait_until(is_importing, "it imports a slow module")
+        assert catches(process.pid, signal.SIGTERM)
         process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(DEADLINE_SECONDS) == 128 + signal.SIGTERM
     finally:
         process.kill()
-        process.wait()
+        process.wait(DEADLINE_SECONDS)
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+    status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (number - 1) & 1)
