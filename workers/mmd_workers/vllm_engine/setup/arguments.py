@@ -85,6 +85,7 @@ def engine_arguments(
         "block_size": kv_block_tokens,
         "max_num_seqs": spec.decode.max_sequences,
         "max_num_batched_tokens": tokens,
+        "scheduling_policy": "priority",  # by arrival at the gateway, since no request has a priority
         "enable_prefix_caching": pod.prefill_spec.prefix_cache,
         "enforce_eager": device.type == "cpu" if eager is None else eager,
         "quantization": extra_arguments.checked_quantization(settings.quantization, field),
