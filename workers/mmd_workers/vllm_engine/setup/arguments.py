@@ -18,7 +18,7 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.process.pod import Pod
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
-from mmd_workers.vllm_engine import features, sampling, structured
+from mmd_workers.vllm_engine import features, sampling, scheduling, structured
 from mmd_workers.vllm_engine.ranks import rank_executor, worker
 from mmd_workers.vllm_engine.setup import extra_arguments, lora, weights
 
@@ -85,6 +85,7 @@ def engine_arguments(
         "block_size": kv_block_tokens,
         "max_num_seqs": spec.decode.max_sequences,
         "max_num_batched_tokens": tokens,
+        "scheduler_cls": qualified(scheduling.PoolScheduler),
         "scheduling_policy": "priority",  # by arrival at the gateway, since no request has a priority
         "enable_prefix_caching": pod.prefill_spec.prefix_cache,
         "enforce_eager": device.type == "cpu" if eager is None else eager,
