@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from vllm.model_executor.models.interfaces import supports_mrope
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
@@ -49,6 +48,7 @@ from mmd_workers.vllm_engine.requests import (
     in_order,
     joined,
 )
+from mmd_workers.vllm_engine.scheduling import PoolScheduler
 from mmd_workers.vllm_engine.setup.weights import loaded_bytes
 from mmd_workers.vllm_engine.step_outputs import StepOutputs
 from mmd_workers.vllm_engine.structured import StepMasks
@@ -77,7 +77,7 @@ class VllmCore:
         `identity_tokens`: tokens per block whose identity is advertised. `feature_row_bytes`: bytes of one
         token of a feature. `num_threads`: OpenMP threads of the thread that steps.
         """
-        assert isinstance(core.scheduler, Scheduler)
+        assert isinstance(core.scheduler, PoolScheduler)
         self._core = core
         self._scheduler = core.scheduler
         self._manager = core.scheduler.kv_cache_manager
@@ -191,7 +191,7 @@ class VllmCore:
         `constraint`: state of the request's grammar after its output tokens.
 
         Raises:
-            CapacityError: it can never fit into the context or the KV pool.
+            CapacityError: it can never fit into the context, the KV pool or, with a medium that must not be cut, a step.
             StepFailedError: the model cannot run it.
             ValueError: the id is in use, or nothing is left to generate.
         """
@@ -205,6 +205,7 @@ class VllmCore:
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else remaining_tokens)
         check_layout(request, self._vocabulary)
         vllm_request = self._build(name, request, outputs, 1 if stop_after_prefill else remaining_tokens)
+        self._scheduler.check_media(vllm_request)
         self.table.sequences[name] = CoreSequence(
             request, vllm_request, len(outputs), stop_after_prefill, constraint=constraint
         )

@@ -63,6 +63,10 @@ def engine_arguments(
     kv_block_tokens = block_tokens(spec.decode.kv_block_tokens, device)
     max_model_len = source.resolve_max_model_len(spec.model, config)
     tokens = batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences)
+    if (atomic_tokens := adapter.atomic_tokens_of_media()) and "prefill" in pod.roles:
+        # An image takes one step, and sequences that decode must not keep it out of all steps.
+        decode_tokens = 1 + (drafts.num_speculative_tokens if drafts else 0)
+        tokens = max(tokens, atomic_tokens + spec.decode.max_sequences * decode_tokens)
     dtype = source.resolve_dtype(spec.model, config)
     lora.check_dtype(loras, dtype, device)
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
