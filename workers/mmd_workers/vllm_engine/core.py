@@ -23,14 +23,13 @@ from mmd_api.contract.errors import (
     CountMismatchError,
     DeviceLostError,
     OverloadedError,
-    StepFailedError,
-    SuspectError,
 )
 from mmd_workers.basics.device import check_device
 from mmd_workers.engine.interface import EngineStats, StepOutput
 from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.engine.memory.sequence_room import blocks_for, check_fits, check_spare
 from mmd_workers.engine.pacing.estimates import Estimates
+from mmd_workers.engine.suspects import charged, suspicion
 from mmd_workers.model.grammar import Constraint, Grammars
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.core_table import CoreReservation, CoreSequence, CoreTable
@@ -54,8 +53,6 @@ from mmd_workers.vllm_engine.step_outputs import StepOutputs
 from mmd_workers.vllm_engine.structured import StepMasks
 from mmd_workers.wire.messages.message_parts import Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest
-
-MOST_SUSPICIONS = 2  # engine failures in shared steps; then a request is not placed again
 
 
 class VllmCore:
@@ -401,7 +398,7 @@ class VllmCore:
 
     def has_work(self) -> bool:
         """True if a request has not ended, or if the model's side does not know yet that it has."""
-        return bool(self._scheduler.has_requests())
+        return bool(self._scheduler.has_requests() or self._failure)
 
     def step(self) -> StepOutput:
         """Run one batch. Empty output: nothing can run until something is added, filled or aborted.
@@ -461,17 +458,11 @@ class VllmCore:
             return []
         executor = self._core.model_executor
         rank_lost = isinstance(executor, RankExecutor) and executor.has_lost_a_rank()
-        words = f"{type(error).__name__}: {str(error)[:300]}"
-        errors: list[tuple[str, Exception]] = []
-        for name, source in sources.items():
-            if source.engine_failures >= MOST_SUSPICIONS or (len(sources) == 1 and not rank_lost):
-                errors.append((name, StepFailedError(f"vLLM failed on this request: {words}")))
-            elif not rank_lost:
-                suspicion = (
-                    f"vLLM failed in a step of {len(sources)} requests, of which this was one: {words}"
-                )
-                errors.append((name, SuspectError(suspicion)))
-        return errors
+        return [
+            (name, suspicion("vLLM", source.engine_failures, len(sources), error))
+            for name, source in sources.items()
+            if not rank_lost or charged(source.engine_failures, alone=False)
+        ]
 
     def _planned(self, plan: SchedulerOutput) -> None:
         """Note the plan of a step after vLLM has allocated its blocks, and before anything runs.
