@@ -73,9 +73,10 @@ def failing_for(model, poison, error):
     model.forward = maybe
 
 
-async def test_a_sequence_that_breaks_the_step_fails_alone(started):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, AttributeError, ZeroDivisionError])
+async def test_a_sequence_that_breaks_the_step_fails_alone(started, kind, caplog):
     runner, model, collector = started
-    failing_for(model, 199, RuntimeError("shapes cannot be multiplied"))
+    failing_for(model, 199, kind("shapes cannot be multiplied"))
     prompts = {name: prompt_of(length, length) for name, length in (("a", 5), ("b", 9), ("c", 4))}
 
     def add_all(engine):
@@ -89,7 +90,8 @@ async def test_a_sequence_that_breaks_the_step_fails_alone(started):
     assert name == "poison"
     assert isinstance(error, StepFailedError)
     assert not error.retryable, "it would break the next batch too"
-    assert "shapes cannot be multiplied" in error.message
+    assert f"{kind.__name__}: shapes cannot be multiplied" in error.message
+    assert "in maybe" in caplog.text, "the log has the line of the model that failed"
     reference = llama()
     assert {n: collector.tokens(n) for n in prompts} == {
         n: generate(reference, prompt, 6) for n, prompt in prompts.items()
@@ -98,9 +100,10 @@ async def test_a_sequence_that_breaks_the_step_fails_alone(started):
     assert stats.blocks_free == stats.blocks_total
 
 
-async def test_a_sequence_too_large_for_this_device_may_be_placed_elsewhere(started):
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+async def test_a_sequence_too_large_for_this_device_may_be_placed_elsewhere(started, kind):
     runner, model, collector = started
-    failing_for(model, 199, torch.OutOfMemoryError("tried to allocate 80 GiB"))
+    failing_for(model, 199, kind("tried to allocate 80 GiB"))
     await runner.call(lambda e: e.add(text_input(model, "large", [3, 199, 7], 6)))
     await collector.until(lambda: collector.outputs)
     [(_, error)] = collector.outputs[0].failed
@@ -136,6 +139,23 @@ async def test_broken_logits_fail_their_own_sequence_once_and_say_why(started, t
 
 
 @cpu_only
+async def test_a_lost_device_ends_the_engine_although_the_model_wraps_its_error():
+    dead = asyncio.get_running_loop().create_future()
+    model = TextModel(llama())
+    wrapped = AssertionError("attention failed")
+    wrapped.__cause__ = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    failing_for(model, 199, wrapped)
+    collector = Collector()
+    runner = EngineRunner(make_engine(model), collector, dead.set_result)
+    runner.start()
+    await runner.call(lambda e: e.add(text_input(model, "innocent", [3, 199, 7], 6)))
+    async with asyncio.timeout(30):
+        assert isinstance(await dead, DeviceLostError)
+    assert not any(output.failed for output in collector.outputs)
+    assert await runner.stop(10)
+
+
+@cpu_only
 async def test_a_command_that_loses_the_device_ends_the_engine():
     dead = asyncio.get_running_loop().create_future()
     runner = EngineRunner(make_engine(TextModel(llama())), Collector(), dead.set_result)
@@ -161,9 +181,10 @@ async def test_a_command_that_loses_the_device_ends_the_engine():
 async def test_a_failed_engine_reports_it_and_rejects_further_commands():
     dead = asyncio.get_running_loop().create_future()
     model = TextModel(llama())
-    runner = EngineRunner(make_engine(model), Collector(), dead.set_result)
+    engine = make_engine(model)
+    runner = EngineRunner(engine, Collector(), dead.set_result)
     runner.start()
-    model.forward = lambda *_: (_ for _ in ()).throw(SystemError("the device is gone"))
+    engine.scheduler.schedule = lambda *_: (_ for _ in ()).throw(SystemError("no such block"))
     await runner.call(lambda e: e.add(text_input(model, "a", prompt_of(5, 1), 3)))
     async with asyncio.timeout(30):
         assert isinstance(await dead, SystemError)

@@ -62,6 +62,7 @@ needs_ranks = pytest.mark.skipif(
 )
 CHUNK = 64
 _numbers = itertools.count()
+_arrivals = itertools.count(1.0)  # each request of a test arrives after those made before it
 
 
 def checkpoint(arch: str, folder: Path, layers: int = 2) -> Path:
@@ -222,7 +223,7 @@ def question(
         features += roles.encoder.encode([roles.encoder.process(taken, laid)])
     refs = [reference(medium, laid) for medium, laid in zip(media, layout.media, strict=True)]
     sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest("r", 0, "", list(layout.token_ids), refs, sampling, [], 0.0, 0.0)
+    request = GenerateRequest("r", 0, "", list(layout.token_ids), refs, sampling, [], 0.0, next(_arrivals))
     return Question(request, features, roles, messages, media, layout)
 
 
@@ -244,7 +245,9 @@ def reference(medium: zoo.Medium, laid: MediumLayout) -> FeatureRef:
 def text_request(token_ids: Sequence[int], max_tokens: int = 8, **sampling: Any) -> GenerateRequest:
     """A request without media."""
     wanted = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return GenerateRequest("r", 0, "", list(token_ids), [], replace(wanted, **sampling), [], 0.0, 0.0)
+    return GenerateRequest(
+        "r", 0, "", list(token_ids), [], replace(wanted, **sampling), [], 0.0, next(_arrivals)
+    )
 
 
 # --- steps --------------------------------------------------------------------------------------------------------
@@ -311,7 +314,8 @@ def step(
         output = core.step()
         outcome.take(output)
         brought = bring_again(core, output, outcome, asked or {})
-        moved = output.prefill_tokens or output.decode_sequences or output.failed or output.tokens or brought
+        moved = output.prefill_tokens or output.decode_sequences or output.failed or output.tokens
+        moved = moved or output.changed or brought
         assert moved or until is not None or not core.has_work(), "the core stands still"
     raise AssertionError("the core does not finish")
 

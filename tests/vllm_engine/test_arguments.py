@@ -160,3 +160,14 @@ def test_kv_on_a_cpu_leaves_room_for_a_tower(llava: Path):
             for tower in (0, 100 * MEBIBYTE)
         )
     assert alone - beside == 50 * MEBIBYTE
+
+
+def test_a_step_holds_an_image_that_is_never_cut_beside_all_that_decode(llava: Path, tmp_path: Path):
+    gemma = cores.checkpoint("gemma3", tmp_path)
+    image = load_config(gemma).mm_tokens_per_image
+    assert arguments(llava, maxNumBatchedTokens=16)["max_num_batched_tokens"] == 16
+    assert arguments(gemma, maxNumBatchedTokens=16)["max_num_batched_tokens"] == image + 16
+    drafts = {"method": "ngram", "numSpeculativeTokens": 2}
+    given = arguments(gemma, maxNumBatchedTokens=16, speculative=drafts)
+    assert given["max_num_batched_tokens"] == image + 3 * 16
+    assert arguments(gemma, maxNumBatchedTokens=512)["max_num_batched_tokens"] == 512

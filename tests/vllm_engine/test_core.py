@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -647,7 +648,7 @@ def test_a_preempted_prefill_frees_its_blocks_and_becomes_readable_again(
     other.abort("a")
     core.add("d", text_request(prompt_of(1, 5), 200), stop_after_prefill=False)
     core.step()
-    core.add("a", asked.request, stop_after_prefill=True)
+    core.add("a", replace(asked.request, arrived=math.inf), stop_after_prefill=True)
     outcome = step(core, until=lambda o: core.stats().preemptions)
     announced = outcome.ready["a"][-1][1]
     assert announced == asked.request.features[0].ranges[0][0]
@@ -683,6 +684,25 @@ def test_rules_know_the_tokens_from_before_a_preemption(llava, other, how):
     outcome = step(core)
     assert core.stats().preemptions > 0
     assert [outcome.tokens[str(number)] for number in range(3)] == alone
+    assert_empty(core)
+
+
+def test_an_older_request_that_is_placed_again_preempts_newer_ones(llava):
+    core = make(llava, blocks=9, max_model_len=6 * BLOCK, prefix_cache=False)
+    requests = {
+        name: replace(text_request(prompt_of(1, seed), 4 * BLOCK), arrived=arrived)
+        for seed, (name, arrived) in enumerate({"young": 2.0, "younger": 3.0, "again": 1.0}.items())
+    }
+    for name in ("young", "younger"):
+        core.add(name, requests[name], stop_after_prefill=False)
+    core.step()
+    core.add("again", requests["again"], stop_after_prefill=False)
+    placed = {name: sequence.request for name, sequence in core.table.sequences.items()}
+    outcome = step(core)
+    ends = [token.sequence_id for one in outcome.steps for token in one.tokens if token.finish_reason]
+    assert placed["again"].num_preemptions == 0
+    assert placed["younger"].num_preemptions > 0
+    assert ends[0] == "again"
     assert_empty(core)
 
 

@@ -92,6 +92,7 @@ OF_THE_OPERATOR = (
     "root-path",
     "runner",
     "scheduler-cls",
+    "scheduling-policy",
     "skip-mm-profiling",
     "skip-tokenizer-init",
     "ssl-[a-z-]+",

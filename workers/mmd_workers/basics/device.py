@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from mmd_api.contract.errors import DeviceLostError
+from mmd_api.contract.errors import DeviceLostError, MmdError
 from mmd_api.contract.pools import PoolName
 
 Item = TypeVar("Item")
@@ -40,15 +40,20 @@ def chosen_device(gpus: int, pool: PoolName) -> torch.device:
 def check_device(error: BaseException, device: torch.device) -> None:
     """Find out whether `error` leaves the device usable. Most CUDA errors do not: after an illegal access every later call fails.
 
+    The device's own error may be the cause of `error`.
+
     Raises:
         DeviceLostError: the device is not usable; only a new process can use it again.
     """
-    if isinstance(error, DeviceLostError):
-        raise error
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+    cause = error
+    while not isinstance(cause, RuntimeError | DeviceLostError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, DeviceLostError):
+        raise cause
+    if not isinstance(cause, RuntimeError) or isinstance(cause, torch.OutOfMemoryError):
         return
-    reason = _first_line(error)
-    if isinstance(error, torch.AcceleratorError) and device.type != "cuda":
+    reason = _first_line(cause)
+    if isinstance(cause, torch.AcceleratorError) and device.type != "cuda":
         raise _lost(device, reason) from error
     if device.type != "cuda":
         return
@@ -76,9 +81,8 @@ def run_isolating(
     items: Sequence[Item],
     run: Callable[[Sequence[Item]], Sequence[Result]],
     device: torch.device,
-    expected: tuple[type[Exception], ...] = (Exception,),
 ) -> list[Result | Exception]:
-    """Call `run(items)`; if it raises one of `expected`, run each half, down to single items, whose error is their result.
+    """Call `run(items)`; if it raises, run each half, down to single items, whose error is their result.
 
     So a batch that is too large for the memory runs in parts, and an item that breaks the model fails alone. At most
     2 · items - 1 runs.
@@ -88,9 +92,11 @@ def run_isolating(
     """
     try:
         return list(run(items))
-    except expected as error:
+    except Exception as error:
         check_device(error, device)
         failure = error
+        if len(items) == 1 and not isinstance(error, MmdError):
+            log.exception("an item of a batch failed alone")
     # Outside the handler: the frames of the failed run hold its tensors, and the halves need the memory.
     traceback.clear_frames(failure.__traceback__)
     failure.with_traceback(None)
@@ -101,7 +107,5 @@ def run_isolating(
     log.warning("a batch of %d failed (%s); running its halves separately", len(items), _first_line(failure))
     middle = len(items) // 2
     return [
-        result
-        for half in (items[:middle], items[middle:])
-        for result in run_isolating(half, run, device, expected)
+        result for half in (items[:middle], items[middle:]) for result in run_isolating(half, run, device)
     ]

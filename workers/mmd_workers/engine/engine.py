@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from mmd_api.contract.errors import CapacityError, CountMismatchError, MmdError, OverloadedError
+from mmd_api.contract.errors import CapacityError, CountMismatchError, OverloadedError
 from mmd_api.contract.sampling import Guidance
 from mmd_api.contract.steps import StepBound
 from mmd_api.contract.text_share import TextShare
 from mmd_api.spec.engine import KvDtype
-from mmd_workers.basics.device import run_isolating
+from mmd_workers.basics.device import check_device, run_isolating
 from mmd_workers.engine.choosing.drafts import Drafts, PromptLookup
 from mmd_workers.engine.choosing.logit_rules import RuleState, rule_state
 from mmd_workers.engine.fusion import prepare
@@ -34,11 +34,11 @@ from mmd_workers.engine.scheduler import Scheduler
 from mmd_workers.engine.sequence import Sequence
 from mmd_workers.engine.sequence_table import Reservation, SequenceTable
 from mmd_workers.engine.step_results import StepResults, eos_of, failure_of
+from mmd_workers.engine.suspects import suspicion
 from mmd_workers.model.grammar import Constraint
 from mmd_workers.model.interfaces import LanguageModel
 from mmd_workers.model.prompt import Feature
 
-STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, MmdError)  # raised by the model
 WARM_UP_TOKENS = 64
 
 
@@ -96,6 +96,8 @@ class Engine:
         self._results = StepResults(model, self.scheduler, self.table, max_model_len)
         self._kernels_pending = False  # launched, and nothing has waited for them
         self._arrivals = 0
+        self._suspects: list[Sequence] = []  # sequences on which the running step may fail
+        self._failure: Exception | None = None  # error of the step that ended this engine
         self._estimates = Estimates()
 
     @property
@@ -145,6 +147,7 @@ class Engine:
             identities=list(item.identities),
             constraint=item.constraint,
             prompt_logprobs={} if sampling.prompt_logprobs and not item.output_token_ids else None,
+            engine_failures=item.engine_failures,
             guidance_scale=1.0 if item.guidance is None else item.guidance.scale,
             companion=companion,
         )
@@ -185,7 +188,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """True if a sequence waits or runs. A step may still find that all of them wait for features or blocks."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._failure)
 
     # --- moving KV ------------------------------------------------------------------------------------------------
 
@@ -294,12 +297,13 @@ class Engine:
         constraint: Constraint | None = None,
         root: bytes = b"",
         guidance: Guidance | None = None,
+        engine_failures: int = 0,
     ) -> None:
         """Start decoding a reserved sequence whose KV has been written.
 
         `token_ids` is the prompt without outputs. `output_token_ids` ends with the only token without KV;
         `next_position` is its rotary position (`LoweredPrompt.next_position` when prefill has just sampled
-        it). `constraint`, `root`, `guidance`: see `SequenceInput`. The companion's prompt is computed first.
+        it). `constraint`, `root`, `guidance`, `engine_failures`: see `SequenceInput`. The companion's prompt is computed first.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -337,6 +341,7 @@ class Engine:
             registered=reservation.shared,
             constraint=constraint,
             root=root,
+            engine_failures=engine_failures,
             guidance_scale=1.0 if guidance is None else guidance.scale,
             companion=companion,
         )
@@ -352,11 +357,30 @@ class Engine:
 
         Preempted sequences that cannot be recomputed here are dropped and reported in `failed` as
         PreemptedError. When the model fails, the batch is halved until the faulty sequences run alone; those
-        are dropped and reported in `failed`.
+        are dropped and reported in `failed`. When the engine's own code fails, `failed` has the sequences that it
+        may have failed on, and the next step raises the error.
 
         Raises:
             DeviceLostError: the accelerator is broken; the engine is unusable from then on.
+            Exception: the step before failed, and the engine's state is unknown.
         """
+        if self._failure is not None:
+            raise self._failure
+        self._suspects = [*self.scheduler.running, *self.scheduler.waiting]
+        try:
+            return self._step()
+        except Exception as error:  # noqa: BLE001  the next step raises it
+            check_device(error, self.device)
+            self._failure = error
+            failed: list[tuple[str, Exception]] = [
+                (s.sequence_id, suspicion("the engine", s.engine_failures, len(self._suspects), error))
+                for s in self._suspects
+            ]
+            return StepOutput(failed=failed, changed=True)
+        finally:
+            self._suspects = []
+
+    def _step(self) -> StepOutput:
         started = time.perf_counter()
         schedule = self.scheduler.schedule(self.table.reserved_places)
         work = schedule.decodes + schedule.prefills
@@ -375,14 +399,16 @@ class Engine:
         runs_before, pending_before = self.model_runner.num_runs, self._kernels_pending
         # Rows may run again: they write the same KV to the same slots, and nothing is sampled before all rows have run.
         run = partial(self.model_runner.run, waits=schedule.bounded)
-        results = run_isolating(work, run, self.model.device, STEP_ERRORS)
+        results = run_isolating(work, run, self.model.device)
         self.scheduler.window = self.model_runner.window
         for item, result in zip(work, results, strict=True):
+            self._suspects = [item.sequence]
             if isinstance(result, Exception):
                 self.abort(item.sequence.sequence_id)
                 output.failed.append((item.sequence.sequence_id, failure_of(result, item.sequence, item)))
                 continue
             self._results.finish(item, result, output)
+        self._suspects = [item.sequence for item in work]
         waited = schedule.bounded or any(item.samples for item in work)
         self._kernels_pending = self.model.device.type == "cuda" and not waited
         output.timed = self.model_runner.num_runs - runs_before == 1 and not (

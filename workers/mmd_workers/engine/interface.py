@@ -47,7 +47,8 @@ class SequenceInput:
     with the prompt, and `prompt` covers them too. `constraint`: the grammar that the answer must match. It
     has advanced over `output_token_ids`, and now belongs to the engine. `root`: parent identity of the first
     block (`blocks.root_of`). `guidance`: runs a companion with this sequence. The companion's prompt ends
-    with the same output tokens, and it counts as a second sequence.
+    with the same output tokens, and it counts as a second sequence. `engine_failures`: engines that failed in
+    a step of this request before.
     """
 
     sequence_id: str
@@ -61,6 +62,7 @@ class SequenceInput:
     constraint: Constraint | None = None
     root: bytes = b""
     guidance: Guidance | None = None
+    engine_failures: int = 0
 
 
 Logprob = tuple[float, tuple[tuple[int, float], ...]]

@@ -63,6 +63,7 @@ class Sequence:
     constraint: Constraint | None = None  # has advanced over all output tokens
     lookup: PromptLookup | None = None  # None: no drafts
     prompt_logprobs: dict[int, Logprob] | None = None  # by position, so far; None: not requested
+    engine_failures: int = 0  # engines that failed in a step of its request before
     guidance_scale: float = 1.0
     companion: Sequence | None = None
     _media_end: int = field(init=False, default=0)  # end of the last medium or atomic range in the prompt

@@ -131,7 +131,7 @@ def failure_of(error: Exception, sequence: Sequence, work: Work) -> MmdError:
     """Return the error to report for a sequence that failed although it ran alone."""
     what = f"tokens [{work.start}, {work.end}) of {sequence.num_tokens}"
     failure: MmdError
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
         failure = OverloadedError(
             f"the device ran out of memory for {what} alone ({str(error)[:300]}); lower spec.prefill.chunkTokens or the KV "
             "cache's share of memory"

@@ -100,6 +100,7 @@ class NativeEngine(SteppedEngine):
                     constraint=constraint,
                     root=_root_of(request),
                     guidance=request.guidance,
+                    engine_failures=request.engine_failures,
                 )
             )
             for medium, feature in (features or {}).items():
@@ -130,6 +131,7 @@ class NativeEngine(SteppedEngine):
                 constraint=constraint,
                 root=_root_of(request),
                 guidance=request.guidance,
+                engine_failures=request.engine_failures,
             )
         )
 

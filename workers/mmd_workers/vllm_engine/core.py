@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from vllm.model_executor.models.interfaces import supports_mrope
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
@@ -24,14 +23,13 @@ from mmd_api.contract.errors import (
     CountMismatchError,
     DeviceLostError,
     OverloadedError,
-    StepFailedError,
-    SuspectError,
 )
 from mmd_workers.basics.device import check_device
 from mmd_workers.engine.interface import EngineStats, StepOutput
 from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.engine.memory.sequence_room import blocks_for, check_fits, check_spare
 from mmd_workers.engine.pacing.estimates import Estimates
+from mmd_workers.engine.suspects import charged, suspicion
 from mmd_workers.model.grammar import Constraint, Grammars
 from mmd_workers.model.prompt import Feature, KvLayout
 from mmd_workers.vllm_engine.core_table import CoreReservation, CoreSequence, CoreTable
@@ -49,13 +47,12 @@ from mmd_workers.vllm_engine.requests import (
     in_order,
     joined,
 )
+from mmd_workers.vllm_engine.scheduling import PoolScheduler
 from mmd_workers.vllm_engine.setup.weights import loaded_bytes
 from mmd_workers.vllm_engine.step_outputs import StepOutputs
 from mmd_workers.vllm_engine.structured import StepMasks
 from mmd_workers.wire.messages.message_parts import Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest
-
-MOST_SUSPICIONS = 2  # engine failures in shared steps; then a request is not placed again
 
 
 class VllmCore:
@@ -77,7 +74,7 @@ class VllmCore:
         `identity_tokens`: tokens per block whose identity is advertised. `feature_row_bytes`: bytes of one
         token of a feature. `num_threads`: OpenMP threads of the thread that steps.
         """
-        assert isinstance(core.scheduler, Scheduler)
+        assert isinstance(core.scheduler, PoolScheduler)
         self._core = core
         self._scheduler = core.scheduler
         self._manager = core.scheduler.kv_cache_manager
@@ -191,7 +188,7 @@ class VllmCore:
         `constraint`: state of the request's grammar after its output tokens.
 
         Raises:
-            CapacityError: it can never fit into the context or the KV pool.
+            CapacityError: it can never fit into the context, the KV pool or, with a medium that must not be cut, a step.
             StepFailedError: the model cannot run it.
             ValueError: the id is in use, or nothing is left to generate.
         """
@@ -205,6 +202,7 @@ class VllmCore:
         self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else remaining_tokens)
         check_layout(request, self._vocabulary)
         vllm_request = self._build(name, request, outputs, 1 if stop_after_prefill else remaining_tokens)
+        self._scheduler.check_media(vllm_request)
         self.table.sequences[name] = CoreSequence(
             request, vllm_request, len(outputs), stop_after_prefill, constraint=constraint
         )
@@ -400,7 +398,7 @@ class VllmCore:
 
     def has_work(self) -> bool:
         """True if a request has not ended, or if the model's side does not know yet that it has."""
-        return bool(self._scheduler.has_requests())
+        return bool(self._scheduler.has_requests() or self._failure)
 
     def step(self) -> StepOutput:
         """Run one batch. Empty output: nothing can run until something is added, filled or aborted.
@@ -460,17 +458,11 @@ class VllmCore:
             return []
         executor = self._core.model_executor
         rank_lost = isinstance(executor, RankExecutor) and executor.has_lost_a_rank()
-        words = f"{type(error).__name__}: {str(error)[:300]}"
-        errors: list[tuple[str, Exception]] = []
-        for name, source in sources.items():
-            if source.engine_failures >= MOST_SUSPICIONS or (len(sources) == 1 and not rank_lost):
-                errors.append((name, StepFailedError(f"vLLM failed on this request: {words}")))
-            elif not rank_lost:
-                suspicion = (
-                    f"vLLM failed in a step of {len(sources)} requests, of which this was one: {words}"
-                )
-                errors.append((name, SuspectError(suspicion)))
-        return errors
+        return [
+            (name, suspicion("vLLM", source.engine_failures, len(sources), error))
+            for name, source in sources.items()
+            if not rank_lost or charged(source.engine_failures, alone=False)
+        ]
 
     def _planned(self, plan: SchedulerOutput) -> None:
         """Note the plan of a step after vLLM has allocated its blocks, and before anything runs.

@@ -112,19 +112,26 @@ class FeatureConnector(ECConnectorBase):
         return identifier in self._shelf
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return whether enough tokens before the request's first medium without a feature can be computed now."""
+        """Return whether enough tokens before the request's first medium without a feature can be computed now.
+
+        If there is such a medium, the request is reported as short of it.
+        """
+        end = self.computable_until(request, num_computed_tokens)
+        if end < request.num_tokens:
+            self._shelf.short[request.request_id] = num_computed_tokens
+        return num_computed_tokens < end
+
+    def computable_until(self, request: Request, num_computed_tokens: int) -> int:
+        """Return how many leading tokens may have been computed before the next feature comes; all of them if none is missing."""
         previous_end = 0
         for feature in request.mm_features:
             place = feature.mm_position
             if place.offset + place.length > num_computed_tokens and feature.identifier not in self._shelf:
-                self._shelf.short[request.request_id] = num_computed_tokens
                 cached = num_computed_tokens if request.status != RequestStatus.RUNNING else 0
                 enough = place.offset - max(previous_end, cached) >= LEAST_AHEAD_TOKENS
-                return bool(
-                    num_computed_tokens < (place.offset if enough else min(previous_end, place.offset))
-                )
+                return int(place.offset if enough else min(previous_end, place.offset))
             previous_end = place.offset + place.length
-        return True
+        return int(request.num_tokens)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """Add a feature that the model's side needs in the step being planned."""

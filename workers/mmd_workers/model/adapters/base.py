@@ -222,6 +222,10 @@ class Adapter:
         del prompt_tokens, media
         return []
 
+    def atomic_tokens_of_media(self) -> int:
+        """Tokens of the longest atomic range that only a medium's tokens are in; 0 if media have none."""
+        return 0
+
     def scale_features(self, features: torch.Tensor) -> torch.Tensor:
         """Scale features as the model does between the projector and the language model."""
         return features

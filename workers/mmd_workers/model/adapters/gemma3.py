@@ -20,6 +20,10 @@ class Gemma3Adapter(Adapter):
         del prompt_tokens
         return [(start, start + length) for medium in media for start, length in medium.ranges]
 
+    def atomic_tokens_of_media(self) -> int:
+        """Tokens of a tile of an image."""
+        return int(self.config.mm_tokens_per_image)
+
     def tower_run(self, modality: Modality) -> TowerRun:
         """Images with any number of crops share a run."""
         return Along({"pixel_values": 0}) if modality == "image" else super().tower_run(modality)

@@ -18,7 +18,7 @@ from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.process.pod import Pod
 from mmd_workers.sequences.kv_memory import kv_pool_bytes
-from mmd_workers.vllm_engine import features, sampling, structured
+from mmd_workers.vllm_engine import features, sampling, scheduling, structured
 from mmd_workers.vllm_engine.ranks import rank_executor, worker
 from mmd_workers.vllm_engine.setup import extra_arguments, lora, weights
 
@@ -63,6 +63,10 @@ def engine_arguments(
     kv_block_tokens = block_tokens(spec.decode.kv_block_tokens, device)
     max_model_len = source.resolve_max_model_len(spec.model, config)
     tokens = batched or max(pod.prefill_spec.chunk_tokens, spec.decode.max_sequences)
+    if (atomic_tokens := adapter.atomic_tokens_of_media()) and "prefill" in pod.roles:
+        # An image takes one step, and sequences that decode must not keep it out of all steps.
+        decode_tokens = 1 + (drafts.num_speculative_tokens if drafts else 0)
+        tokens = max(tokens, atomic_tokens + spec.decode.max_sequences * decode_tokens)
     dtype = source.resolve_dtype(spec.model, config)
     lora.check_dtype(loras, dtype, device)
     lora_bytes = lora.memory_bytes(loras, folder, device, dtype.itemsize, tokens)
@@ -85,6 +89,8 @@ def engine_arguments(
         "block_size": kv_block_tokens,
         "max_num_seqs": spec.decode.max_sequences,
         "max_num_batched_tokens": tokens,
+        "scheduler_cls": qualified(scheduling.PoolScheduler),
+        "scheduling_policy": "priority",  # by arrival at the gateway, since no request has a priority
         "enable_prefix_caching": pod.prefill_spec.prefix_cache,
         "enforce_eager": device.type == "cpu" if eager is None else eager,
         "quantization": extra_arguments.checked_quantization(settings.quantization, field),
