@@ -76,8 +76,8 @@ class BusyEngine:
     async def attach(self, *_: object) -> None:
         await self._run("attach")
 
-    async def abort(self, sequence: str) -> None:
-        await self._run("abort")
+    def abort(self, *sequences: str) -> None:
+        self.log.append("abort")
 
     async def _run(self, command: str) -> None:
         self.asked.append(command)

@@ -56,9 +56,8 @@ class BusyEngine:
         await self._step()
         self.attached.append(sequence)
 
-    async def abort(self, sequence: str) -> None:
-        await self._step()
-        self.reserved = [name for name in self.reserved if name != sequence]
+    def abort(self, *sequences: str) -> None:
+        self.reserved = [name for name in self.reserved if name not in sequences]
 
     async def _step(self) -> None:
         self.asked.set()
