@@ -348,6 +348,11 @@ class DecodeService(SequenceOwner):
         """Acknowledge a chunk when its bytes are being received.
 
         Before that the engine may be busy for any time; the link's deadline starts with the bytes and so measures only the link.
+
+        Raises:
+            LeaseError: the lease has ended, and no bytes of the chunk are received.
+            LinkError: the link has ended.
+            OverloadedError: the chunk is not being received yet.
         """
         pump = self._pumps.get(chunk.pod)
         if pump is None or pump.epoch != chunk.epoch:
@@ -380,9 +385,15 @@ class DecodeService(SequenceOwner):
                 chunk, started = await pump.chunks.get()
                 num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
                 await self._take(pump, num_bytes)
+                try:
+                    self._leases.get(chunk.lease_id, self._clock.now())
+                except LeaseError as ended:
+                    self._give(pump, num_bytes)
+                    started.set_exception(ended)  # so its bytes are not sent
+                    continue
                 started.set_result(None)
-                if (inbound := self._inbound.get(chunk.lease_id)) is not None:
-                    inbound.first_byte = inbound.first_byte or time.time()
+                inbound = self._inbound[chunk.lease_id]
+                inbound.first_byte = inbound.first_byte or time.time()
                 tensors: list[torch.Tensor] = []
                 if chunk.num_tokens:  # an empty chunk only renews the lease
                     receive_start = time.monotonic()
@@ -395,8 +406,7 @@ class DecodeService(SequenceOwner):
                             chunk.first_tag,
                             link.device,
                         )
-                    if inbound is not None:
-                        inbound.wire_seconds += time.monotonic() - receive_start
+                    inbound.wire_seconds += time.monotonic() - receive_start
                     if self._wire.packs:
                         tensors = await asyncio.to_thread(self._wire.unpack, tensors)
                 writing = asyncio.create_task(self._store(chunk, tensors), name=f"write-{chunk.lease_id}")
