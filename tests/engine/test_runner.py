@@ -299,3 +299,39 @@ async def test_calls_that_wait_for_room_learn_that_the_engine_has_ended(started)
         ended = await asyncio.gather(*calls, return_exceptions=True)
         await asyncio.gather(blocking, stopping, return_exceptions=True)
     assert {type(error) for error in ended} == {EngineDeadError}
+
+
+async def test_posted_commands_run_in_order_even_behind_a_full_queue(started):
+    runner, _, _ = started
+    running, go_on, order = threading.Event(), threading.Event(), []
+
+    def hold(_engine):
+        running.set()
+        assert go_on.wait(30)
+
+    blocking = asyncio.create_task(runner.call(hold))
+    await asyncio.to_thread(running.wait, 30)
+    for number in range(MAX_COMMANDS):
+        runner.submit(lambda _engine, n=number: order.append(n))
+    runner.post(lambda _engine: order.append("posted"))
+    late = asyncio.create_task(runner.call(lambda _engine: order.append("late")))
+    go_on.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(blocking, late)
+    assert order == [*range(MAX_COMMANDS), "posted", "late"]
+
+
+async def test_a_posted_command_that_fails_is_logged_and_ends_nothing(started, caplog):
+    runner, _, _ = started
+    runner.post(lambda engine: engine.read_kv("nobody", 0, 1))
+    await runner.call(lambda engine: engine.stats())
+    assert runner.alive
+    assert "an engine command failed: 'nobody'" in caplog.text
+
+
+async def test_nothing_is_posted_to_an_engine_that_has_stopped(started, caplog):
+    runner, _, _ = started
+    assert await runner.stop(10)
+    runner.post(lambda engine: engine.stats())
+    assert not runner._commands
+    assert caplog.text == ""

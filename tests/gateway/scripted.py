@@ -62,6 +62,9 @@ class ScriptedWorker:
     requests: list[GenerateRequest] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     receipts: dict[tuple[str, int], int] = field(default_factory=dict)
+    made: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # tokens that it reports, by request and attempt
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
     _subscriptions: list[Subscription] = field(default_factory=list)
@@ -178,7 +181,9 @@ class ScriptedWorker:
                     (r.request_id, r.attempt) for r in requests if (r.request_id, r.attempt) in self.running
                 ]
                 with contextlib.suppress(MmdError):
-                    await self.report(gateway, [HeldSequence(*key, tokens=0, open=True) for key in held])
+                    await self.report(
+                        gateway, [HeldSequence(*key, self.made.get(key, 0), open=True) for key in held]
+                    )
 
     async def report(self, gateway: str, held: list[HeldSequence]) -> None:
         """Report these sequences; the reply goes to `receipts`."""

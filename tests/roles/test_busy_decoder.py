@@ -78,8 +78,8 @@ class BusyEngine:
     async def attach(self, *_: object) -> None:
         await self._run("attach")
 
-    async def abort(self, sequence: str) -> None:
-        await self._run("abort")
+    def abort(self, *sequences: str) -> None:
+        self.log.append("abort")
 
     async def _run(self, command: str) -> None:
         self.asked.append(command)
@@ -105,7 +105,7 @@ async def pair(
     ]
     book = SequenceBook(decode, "decode-0", Metrics(), Tracing("test", "test", "test", None))
     parts: tuple[Any, ...] = (decode, "decode-0", engine, links[0], book, Metrics())
-    service = cast(Any, DecodeService)(*parts)
+    service = cast(Any, DecodeService)(*parts, clock=clock)
     await service.start()
     expiring = asyncio.create_task(service.run())
     await decode.flush()
@@ -282,6 +282,59 @@ async def test_a_lease_is_renewed_while_prefill_computes_what_the_decoder_has_ca
         async with asyncio.timeout(10):
             await handing_over
         assert engine.log == ["reserve", "attach"]
+
+
+async def test_kv_is_not_sent_once_its_lease_has_ended() -> None:
+    memory, ranges, lease_seconds = Memory(), Ranges(ready=[(0, 4)]), 60.0
+    engine, chunks = BusyEngine(0.0, memory.clock), list[KvChunk]()
+    connected = pair(memory.connect, engine, lease_seconds=lease_seconds, clock=memory.clock)
+    async with connected as (sender, links):
+        await note(memory, "kv_chunk", KvChunk, chunks)
+        wanted = request(seconds=1200.0)
+        handing = asyncio.create_task(sender.hand_over(wanted, "r#0", await sender.reserve(wanted), ranges))
+        await memory.until(lambda: "write 0" in engine.log)
+        await memory.clock.let_pass(lease_seconds + 1.0)
+        assert engine.log == ["reserve", "write 0", "abort"]
+        for start in (4, 8):
+            ranges.ready.append((start, start + 4))
+            await noticed(memory, ranges, handing)
+            await memory.clock.let_pass(lease_seconds + 1.0)
+        assert {chunk.start for chunk in chunks} == {0, 4}, "the second one is refused"
+        assert sent_tokens(sender) == 4
+        ranges.finished = Finished([1], 12)
+        ranges.changed.set()
+        await memory.until(handing.done)
+        await handing
+        assert engine.log == ["reserve", "write 0", "abort", *HANDED_OVER]
+        assert sent_tokens(sender) == 4 + 12
+        assert [manager.live_links for manager in links] == [1, 1]
+
+
+async def test_a_prompt_whose_lease_has_ended_waits_no_longer_than_its_deadline() -> None:
+    memory, ranges = Memory(), Ranges(ready=[(0, 4)])
+    engine = BusyEngine(0.0, memory.clock)
+    async with pair(memory.connect, engine, clock=memory.clock) as (sender, _):
+        wanted = request(seconds=180.0)
+        handing = asyncio.create_task(sender.hand_over(wanted, "r#0", await sender.reserve(wanted), ranges))
+        await memory.until(lambda: "write 0" in engine.log)
+        await memory.clock.let_pass(90.0)
+        ranges.ready.append((4, 8))
+        await noticed(memory, ranges, handing)
+        await memory.clock.let_pass(100.0)
+        await memory.until(handing.done)
+        with pytest.raises(DeadlineError, match="request deadline exceeded"):
+            await handing
+
+
+async def noticed(memory: Memory, ranges: Ranges, handing: asyncio.Task[None]) -> None:
+    """Report a change, and wait until the handover waits for the next one, or has ended."""
+    ranges.changed.set()
+    await memory.until(lambda: handing.done() or not ranges.changed.is_set())
+
+
+def sent_tokens(sender: KvSender) -> float:
+    num_bytes = sender._metrics.transfer_bytes.labels("kv", "sent")._value.get()
+    return float(num_bytes / LAYOUT.bytes_per_token())
 
 
 @pytest.mark.parametrize("chunk_seconds", [0.05, 0.4, 2.0, 60.0])

@@ -179,7 +179,7 @@ async def test_a_cancelled_prompt_leaves_nothing(pod: Pod) -> None:
     pod.book.cancel("r", 0)
     pod.service.cancel("r#0")  # as `Sequences` does
     pod.book.forget("r#0")
-    await pod.engine.abort("r#0")
+    pod.engine.abort("r#0")
     await asyncio.sleep(0.1)
     assert await pod.blocks_in_use() == 0
     assert pod.service._prompts == {}

@@ -14,7 +14,14 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from mmd_api.contract.errors import CapacityError, DeadlineError, LinkError, MmdError, OverloadedError
+from mmd_api.contract.errors import (
+    CapacityError,
+    DeadlineError,
+    LeaseError,
+    LinkError,
+    MmdError,
+    OverloadedError,
+)
 from mmd_workers.decode.decode_service import DecodeService
 from mmd_workers.kv.quantize import KvWire
 from mmd_workers.model.prompt import KvLayout
@@ -56,9 +63,8 @@ class BusyEngine:
         await self._step()
         self.attached.append(sequence)
 
-    async def abort(self, sequence: str) -> None:
-        await self._step()
-        self.reserved = [name for name in self.reserved if name != sequence]
+    def abort(self, *sequences: str) -> None:
+        self.reserved = [name for name in self.reserved if name not in sequences]
 
     async def _step(self) -> None:
         self.asked.set()
@@ -200,6 +206,24 @@ async def test_waiting_announcements_are_answered_in_time_and_do_not_pile_up(
         with pytest.raises(OverloadedError, match="announce it again"):
             await offering.prefill.request(subject, chunk, Acknowledged, timeout=8)
     assert offering.service._pumps["prefill-0"].chunks.qsize() == 1
+
+
+async def test_a_waiting_chunk_is_refused_once_its_lease_has_ended(
+    offering: Offering,
+) -> None:
+    grant = await offering.offer("r")
+    chunk = KvChunk("prefill-0", grant.epoch, grant.lease_id, 0, 0, 4, 0)
+    subject = offering.prefill.subjects.kv_chunk("decode-0")
+    with pytest.raises(OverloadedError, match="announce it again"):  # the link is not there yet
+        await offering.prefill.request(subject, chunk, Acknowledged, timeout=DEADLINE_SECONDS)
+    released, subject_of_releases = KvRelease("r", 0, grant.lease_id), offering.prefill.subjects.kv_release
+    await offering.prefill.request(subject_of_releases("decode-0"), released, Acknowledged, timeout=30)
+    offering.service._links.over.set()
+    for announced in (chunk, chunk, replace(chunk, sequence=1, start=4, first_tag=1)):
+        with pytest.raises(LeaseError, match="offer the request again"):
+            await offering.prefill.request(subject, announced, Acknowledged, timeout=DEADLINE_SECONDS)
+    assert readers_of("prefill-0") == ["kv-from-prefill-0@0"], "the link is in order"
+    assert offering.service._unwritten == 0
 
 
 async def test_a_repeated_commit_gets_the_answer_of_the_first(offering: Offering) -> None:

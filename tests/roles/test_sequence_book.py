@@ -278,7 +278,7 @@ async def test_an_unconfirmed_end_is_forgotten_even_without_a_server(
     await book.close("r#0")
     await book._bus.client.close()
 
-    async def unwanted(_: str) -> None:
+    def unwanted(_: list[str]) -> None:
         raise AssertionError
 
     reporting = asyncio.create_task(book.report_forever(alive, unwanted))

@@ -69,6 +69,9 @@ class Turns:
     async def call(self, command: Any) -> Any:
         return command(self.engine)
 
+    def post(self, command: Any) -> None:
+        command(self.engine)
+
 
 class Unheard:
     """A bus without gateways, which reports of the prefix cache reach."""
@@ -184,7 +187,7 @@ async def test_both_engines_count_the_same_for_the_same_requests(llava: Path) ->
     assert (counted["mmd_kv_blocks", "used"], counted["mmd_kv_blocks", "reserved"]) == (2, 2)
     for side in both:
         for name in ("held", "reserved"):
-            await side.engine.abort(name)
+            side.engine.abort(name)
         await side.engine.add("late", late, stop_after_prefill=False)
         side.step()
     native, vllm = [await side.counted() for side in both]
@@ -193,7 +196,7 @@ async def test_both_engines_count_the_same_for_the_same_requests(llava: Path) ->
     assert vllm["mmd_prefill_waiting_tokens", "prefill"] == 0
     assert vllm["mmd_prefill_waiting_tokens", "encode"] == len(late.token_ids) - start
     for side in both:
-        await side.engine.abort("late")
+        side.engine.abort("late")
         side.step()
     await agreed(both)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mmd_api.contract.errors import DeadlineError
 from mmd_api.contract.load import PodLoad
 from mmd_workers.caches.index import CacheIndex
 from mmd_workers.gateway.placement.dispatcher import (
@@ -37,6 +38,7 @@ ANSWER = list(range(100, 109))
 HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS = 0.5, 2.5
 AGAIN_SECONDS = TICK_SECONDS + RETRY_SECONDS[0]
 """At most, between the moment at which an attempt counts as lost and the next one."""
+DEADLINE_SECONDS = 600.0  # seconds after its arrival
 IMAGE = FeatureRef("f1", "digest", "image", 100, 2, [[0, 2]], {}, {}, 64)
 NEED = FeatureNeed("f1", "image", 64, 2)
 
@@ -77,7 +79,8 @@ class Fleet:
         self, features: list[FeatureRef] | None = None, needs: tuple[FeatureNeed, ...] = ()
     ) -> ServedSequence:
         now = self.clock.unix()
-        spec = SequenceSpec("r.0", [1, 2, 3], features or [], Sampling(max_tokens=16), now, now + 600)
+        end = now + DEADLINE_SECONDS
+        spec = SequenceSpec("r.0", [1, 2, 3], features or [], Sampling(max_tokens=16), now, end)
         route = RouteRequest(spec.request_id, len(spec.token_ids), 16, needs)
         return self.dispatcher.open(spec, route, Timeline("r", now), asyncio.Event())
 
@@ -143,26 +146,45 @@ async def test_a_request_that_no_pod_reports_is_placed_again(
     assert limit < wait < limit + AGAIN_SECONDS
 
 
-async def test_a_request_that_its_pod_reports_is_waited_for(fleet: Fleet) -> None:
-    async def take_time(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        await fleet.clock.sleep(SILENCE_SECONDS - TICK_SECONDS)
+@pytest.mark.parametrize("reported_first", [False, True], ids=["token first", "report first"])
+async def test_a_preempted_sequence_that_its_pod_reports_is_waited_for(
+    fleet: Fleet, reported_first: bool
+) -> None:
+    async def wait_for_blocks(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await fleet.clock.sleep(5 * SILENCE_SECONDS)
+        if reported_first:
+            worker.made[request.request_id, request.attempt] = len(ANSWER)
+            await fleet.clock.sleep(SILENCE_SECONDS - HEARTBEAT_SECONDS)
         await answer_well(worker, request)
 
-    worker = await fleet.worker(half_then(take_time))
+    worker = await fleet.worker(half_then(wait_for_blocks))
     assert await fleet.answer(fleet.open()) == ANSWER
     assert len(worker.requests) == 1
+    assert worker.cancels == []
 
 
-async def test_a_reported_stream_that_sends_no_token_continues_in_another_attempt(
-    fleet: Fleet,
-) -> None:
-    worker = await fleet.worker(half_then(say_nothing))
+async def test_reported_tokens_that_do_not_arrive_are_made_in_another_attempt(fleet: Fleet) -> None:
+    async def lose_the_rest(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        worker.made[request.request_id, request.attempt] = len(ANSWER)
+        await say_nothing(worker, request)
+
+    worker = await fleet.worker(half_then(lose_the_rest))
     sequence = fleet.open()
     assert await fleet.answer(sequence) == ANSWER
     assert [request.attempt for request in worker.requests] == [0, 1]
     assert worker.cancels[0].attempt == 0
     (wait,) = waits(sequence)
-    assert SILENCE_SECONDS < wait < SILENCE_SECONDS + AGAIN_SECONDS
+    assert SILENCE_SECONDS < wait < SILENCE_SECONDS + HEARTBEAT_SECONDS + AGAIN_SECONDS
+
+
+async def test_a_sequence_that_waits_for_blocks_ends_at_its_deadline(fleet: Fleet) -> None:
+    worker = await fleet.worker(half_then(say_nothing))
+    sequence, begin = fleet.open(), fleet.clock.now()
+    with pytest.raises(DeadlineError):
+        await fleet.answer(sequence)
+    assert DEADLINE_SECONDS <= fleet.clock.now() - begin < DEADLINE_SECONDS + AGAIN_SECONDS
+    assert len(worker.requests) == 1
+    await fleet.dispatcher.release(sequence)
 
 
 async def test_a_decoder_that_may_hold_the_sequence_dies_before_it_reports(fleet: Fleet) -> None:

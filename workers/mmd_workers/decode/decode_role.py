@@ -57,8 +57,7 @@ class DecodeRole(Part):
     def _peer_event(self, event: PeerEvent) -> None:
         former = event.before
         if event.kind in ("lost", "reborn") and former is not None and self._service is not None:
-            cleanup = self._service.peer_lost(former.pod, former.incarnation)
-            self._pod.tasks.in_background(cleanup, f"end-handovers-of-{former.pod}")
+            self._service.peer_lost(former.pod, former.incarnation)
 
     def drain(self) -> None:
         """Grant no more handovers, and accept no more prompts."""

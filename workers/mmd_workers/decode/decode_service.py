@@ -11,7 +11,7 @@ import time
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from mmd_api.contract.errors import (
     RequestCancelledError,
 )
 from mmd_api.spec.transfer import KvWireFormat
+from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.decode.offer_queue import OfferQueue
 from mmd_workers.kv.chunks import recv_range
 from mmd_workers.kv.leases import LeaseTable
@@ -108,9 +109,11 @@ class DecodeService(SequenceOwner):
         book: SequenceBook,
         metrics: Metrics,
         wire_format: KvWireFormat = "Model",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`wire_format`: format of the KV that arrives."""
+        """`wire_format`: format of the KV that arrives. `clock`: of leases and of the queue."""
         self._bus = bus
+        self._clock = clock
         self._pod = pod
         self._engine = engine
         self._links = links
@@ -145,25 +148,27 @@ class DecodeService(SequenceOwner):
     async def run(self) -> None:
         """Free the blocks of ended leases and dead links, until cancelled."""
         while True:
-            await asyncio.sleep(LEASE_CHECK_SECONDS)
-            for lease in self._leases.expire(time.monotonic()):
-                self._metrics.transfer_failures.labels("kv", "lease_expired").inc()
+            await self._clock.sleep(LEASE_CHECK_SECONDS)
+            expired = self._leases.expire(self._clock.now())
+            self._metrics.transfer_failures.labels("kv", "lease_expired").inc(len(expired))
+            for lease in expired:
                 log.warning("lease of %s expired before its commit; its blocks are freed", lease.sequence_id)
-                await self._drop(
-                    lease.lease_id, LeaseError("the lease has expired; offer the request again"), "expired"
-                )
+            self._drop(
+                [lease.lease_id for lease in expired],
+                LeaseError("the lease has expired; offer the request again"),
+                "expired",
+            )
             for pod, pump in list(self._pumps.items()):
                 if reason := pump.dead():
                     self._metrics.transfer_failures.labels("kv", LinkError.code).inc()
-                    await self._end_pump(pod, pump, LinkError(f"the link to {pod} died: {reason}"))
+                    self._end_pump(pod, pump, LinkError(f"the link to {pod} died: {reason}"))
 
-    async def peer_lost(self, pod: str, incarnation: str) -> None:
+    def peer_lost(self, pod: str, incarnation: str) -> None:
         """Free everything that a lost prefill worker had not committed."""
         lost = LinkError(f"{pod} is lost")
         if (pump := self._pumps.get(pod)) is not None and pump.incarnation == incarnation:
-            await self._end_pump(pod, pump, lost)
-        for lease in self._leases.drop_owner(pod, incarnation):
-            await self._drop(lease.lease_id, lost)
+            self._end_pump(pod, pump, lost)
+        self._drop([lease.lease_id for lease in self._leases.drop_owner(pod, incarnation)], lost)
 
     @property
     def inbound(self) -> int:
@@ -172,20 +177,21 @@ class DecodeService(SequenceOwner):
 
     def waiting(self) -> int:
         """The number of handovers that wait for KV blocks."""
-        return self._queue.waiting(time.monotonic())
+        return self._queue.waiting(self._clock.now())
 
-    async def cancel_request(self, request_id: str, attempt: int) -> None:
+    def cancel_request(self, request_id: str, attempt: int) -> None:
         """Free the handovers of a request's attempts up to this one, and its place in the queue."""
         self._queue.leave(request_id)
-        await self._drop_attempts(request_id, attempt)
+        self._drop_attempts(request_id, attempt)
 
-    async def _drop_attempts(self, request_id: str, attempt: int) -> None:
+    def _drop_attempts(self, request_id: str, attempt: int) -> None:
         """End the uncommitted handovers of a request's attempts up to this one."""
-        for lease_id, inbound in list(self._inbound.items()):
-            if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt:
-                await self._drop(
-                    lease_id, LeaseError("the request was cancelled or offered again"), "released"
-                )
+        leases = [
+            lease_id
+            for lease_id, inbound in self._inbound.items()
+            if inbound.offer.request_id == request_id and inbound.offer.attempt <= attempt
+        ]
+        self._drop(leases, LeaseError("the request was cancelled or offered again"), "released")
 
     def _turn(self, request_id: str) -> asyncio.Lock:
         """The lock that serializes offers and releases of one request: each sees what the previous one reserved."""
@@ -194,11 +200,11 @@ class DecodeService(SequenceOwner):
     async def _released(self, release: KvRelease) -> Acknowledged:
         if release.lease_id:
             lease_error = LeaseError("the prefill worker released the lease")
-            await self._drop(release.lease_id, lease_error, "released")
+            self._drop([release.lease_id], lease_error, "released")
         else:
             self._granting.pop(release.request_id, None)  # a later offer comes after this release
             async with self._turn(release.request_id):
-                await self.cancel_request(release.request_id, release.attempt)
+                self.cancel_request(release.request_id, release.attempt)
         return Acknowledged()
 
     async def _offered(self, offer: KvOffer) -> KvGrant:
@@ -235,7 +241,7 @@ class DecodeService(SequenceOwner):
             code = DrainingError.code if self._draining else LayoutMismatchError.code
             return KvGrant(offer.request_id, granted=False, code=code, reason=reason)
         epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
-        await self._ensure_pump(offer, epoch)
+        self._ensure_pump(offer, epoch)
         return KvGrant(offer.request_id, granted=True, epoch=epoch, link_endpoint=self._links.endpoint)
 
     def _mismatch(self, offer: KvOffer) -> str:
@@ -264,8 +270,8 @@ class DecodeService(SequenceOwner):
             return refuse(LayoutMismatchError.code, mismatch)
         sequence = sequence_id(offer.request_id, offer.attempt)
         # An offer made after the grant replaces it.
-        await self._drop_attempts(offer.request_id, offer.attempt)
-        now = time.monotonic()
+        self._drop_attempts(offer.request_id, offer.attempt)
+        now = self._clock.now()
         if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
             self._queue.join(offer.request_id, offer.arrived, now)
             return refuse(OverloadedError.code, f"{ahead} older requests are waiting for KV blocks")
@@ -275,26 +281,26 @@ class DecodeService(SequenceOwner):
             )
         except MmdError as error:
             if error.retryable:
-                self._queue.join(offer.request_id, offer.arrived, time.monotonic())
+                self._queue.join(offer.request_id, offer.arrived, self._clock.now())
             return refuse(error.code, error.message)
         self._queue.leave(offer.request_id)
         try:
             epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
-            pump = await self._ensure_pump(offer, epoch)
+            pump = self._ensure_pump(offer, epoch)
             inbound = _Inbound(offer, sequence, epoch, cached)
             if (link := pump.made) is not None:  # otherwise held once it is made
                 inbound.held.enter_context(link.held())
         except MmdError as error:
-            await self._engine.abort(sequence)
+            self._engine.abort(sequence)
             return refuse(error.code, error.message)
         if self._book.was_cancelled(offer.request_id, offer.attempt):  # cancelled meanwhile
             inbound.held.close()
-            await self._engine.abort(sequence)
+            self._engine.abort(sequence)
             return refuse(RequestCancelledError.code, "the request was cancelled")
         lease_id = uuid.uuid4().hex
         self._inbound[lease_id] = inbound
         self._leases.grant(
-            lease_id, offer.pod, offer.incarnation, sequence, time.monotonic(), offer.lease_seconds
+            lease_id, offer.pod, offer.incarnation, sequence, self._clock.now(), offer.lease_seconds
         )
         self._metrics.leases.labels("granted").inc()
         return KvGrant(
@@ -306,12 +312,12 @@ class DecodeService(SequenceOwner):
             cached_tokens=cached,
         )
 
-    async def _ensure_pump(self, offer: KvOffer, epoch: int) -> _Pump:
+    def _ensure_pump(self, offer: KvOffer, epoch: int) -> _Pump:
         """The pump of a pod's only live link, that of its newest incarnation and epoch; KV from an older link is void."""
-        while (pump := self._pumps.get(offer.pod)) is not None:
+        if (pump := self._pumps.get(offer.pod)) is not None:
             if (pump.incarnation, pump.epoch) == (offer.incarnation, epoch):
                 return pump
-            await self._end_pump(offer.pod, pump, LinkError(f"{offer.pod} switched to another link"))
+            self._end_pump(offer.pod, pump, LinkError(f"{offer.pod} switched to another link"))
         link = asyncio.create_task(
             asyncio.to_thread(self._links.connect, offer.pod, offer.incarnation, offer.link_endpoint, epoch)
         )
@@ -326,7 +332,7 @@ class DecodeService(SequenceOwner):
             if (offer.pod, offer.incarnation, inbound.epoch) == (pod, pump.incarnation, pump.epoch):
                 yield lease_id, inbound
 
-    async def _end_pump(self, pod: str, pump: _Pump, error: MmdError) -> None:
+    def _end_pump(self, pod: str, pump: _Pump, error: MmdError) -> None:
         """Free everything that was to arrive over this link, unless that is already done."""
         if self._pumps.get(pod) is not pump:
             return
@@ -336,13 +342,17 @@ class DecodeService(SequenceOwner):
         while not pump.chunks.empty():
             _, started = pump.chunks.get_nowait()
             started.set_exception(error)
-        for lease_id, _ in self._inbound_over(pod, pump):
-            await self._drop(lease_id, error)
+        self._drop([lease_id for lease_id, _ in self._inbound_over(pod, pump)], error)
 
     async def _announced(self, chunk: KvChunk) -> Acknowledged:
         """Acknowledge a chunk when its bytes are being received.
 
         Before that the engine may be busy for any time; the link's deadline starts with the bytes and so measures only the link.
+
+        Raises:
+            LeaseError: the lease has ended, and no bytes of the chunk are received.
+            LinkError: the link has ended.
+            OverloadedError: the chunk is not being received yet.
         """
         pump = self._pumps.get(chunk.pod)
         if pump is None or pump.epoch != chunk.epoch:
@@ -375,9 +385,15 @@ class DecodeService(SequenceOwner):
                 chunk, started = await pump.chunks.get()
                 num_bytes = chunk.num_tokens * self._kv_layout.bytes_per_token()
                 await self._take(pump, num_bytes)
+                try:
+                    self._leases.get(chunk.lease_id, self._clock.now())
+                except LeaseError as ended:
+                    self._give(pump, num_bytes)
+                    started.set_exception(ended)  # so its bytes are not sent
+                    continue
                 started.set_result(None)
-                if (inbound := self._inbound.get(chunk.lease_id)) is not None:
-                    inbound.first_byte = inbound.first_byte or time.time()
+                inbound = self._inbound[chunk.lease_id]
+                inbound.first_byte = inbound.first_byte or time.time()
                 tensors: list[torch.Tensor] = []
                 if chunk.num_tokens:  # an empty chunk only renews the lease
                     receive_start = time.monotonic()
@@ -390,8 +406,7 @@ class DecodeService(SequenceOwner):
                             chunk.first_tag,
                             link.device,
                         )
-                    if inbound is not None:
-                        inbound.wire_seconds += time.monotonic() - receive_start
+                    inbound.wire_seconds += time.monotonic() - receive_start
                     if self._wire.packs:
                         tensors = await asyncio.to_thread(self._wire.unpack, tensors)
                 writing = asyncio.create_task(self._store(chunk, tensors), name=f"write-{chunk.lease_id}")
@@ -408,7 +423,7 @@ class DecodeService(SequenceOwner):
             if self._pumps.get(pod) is pump:
                 self._links.drop(pod)
                 pump.task = None  # this very task: it ends by itself
-                await self._end_pump(pod, pump, error)
+                self._end_pump(pod, pump, error)
 
     def _wrote(self, pump: _Pump, num_bytes: int, writing: asyncio.Task[None]) -> None:
         self._writes.discard(writing)
@@ -437,7 +452,7 @@ class DecodeService(SequenceOwner):
         if (inbound := self._inbound.get(chunk.lease_id)) is None:
             return
         try:
-            self._leases.renew(chunk.lease_id, time.monotonic(), inbound.offer.lease_seconds)
+            self._leases.renew(chunk.lease_id, self._clock.now(), inbound.offer.lease_seconds)
             num_bytes = chunk.num_tokens * self._wire.bytes_per_token
             self._metrics.transfer_bytes.labels("kv", "received").inc(num_bytes)
             inbound.received += 1
@@ -446,13 +461,13 @@ class DecodeService(SequenceOwner):
             if tensors:
                 await self._engine.write_kv(inbound.sequence, chunk.start, tensors)
         except MmdError as error:
-            await self._drop(chunk.lease_id, error)
+            self._drop([chunk.lease_id], error)
         except KeyError:
-            await self._drop(chunk.lease_id, LeaseError("the reservation no longer exists"))
+            self._drop([chunk.lease_id], LeaseError("the reservation no longer exists"))
         except Exception as failure:
             what = f"writing KV failed: {type(failure).__name__}: {failure}"
             log.exception("handover of %s has ended: %s", inbound.sequence, what)
-            await self._drop(chunk.lease_id, LinkError(what))
+            self._drop([chunk.lease_id], LinkError(what))
 
     async def _committed(self, commit: KvCommit) -> KvCommitted:
         """Answer a commit; a repeated one, whose first answer may have been lost, gets the same answer."""
@@ -471,17 +486,17 @@ class DecodeService(SequenceOwner):
         if inbound is None:
             return KvCommitted(commit.lease_id, ok=False, reason="the lease has ended")
         try:
-            async with asyncio.timeout(inbound.offer.lease_seconds):
+            async with self._clock.timeout(inbound.offer.lease_seconds):
                 while inbound.received < commit.num_chunks and inbound.error is None:
                     inbound.progress.clear()
                     await inbound.progress.wait()
         except TimeoutError:
-            await self._drop(commit.lease_id, LinkError("the KV chunks did not arrive within the lease"))
+            self._drop([commit.lease_id], LinkError("the KV chunks did not arrive within the lease"))
         if inbound.error is None:
             try:
-                self._leases.commit(commit.lease_id, time.monotonic())
+                self._leases.commit(commit.lease_id, self._clock.now())
             except LeaseError as error:
-                await self._drop(commit.lease_id, error)
+                self._drop([commit.lease_id], error)
         if inbound.error is not None:
             return KvCommitted(commit.lease_id, ok=False, reason=inbound.error.message)
         del self._inbound[commit.lease_id]
@@ -494,7 +509,7 @@ class DecodeService(SequenceOwner):
             )
         except Exception as error:  # noqa: BLE001  whatever it is, the prefill pod must know of it, and the blocks be freed
             self._book.forget(inbound.sequence)
-            await self._engine.abort(inbound.sequence)
+            self._engine.abort(inbound.sequence)
             return KvCommitted(commit.lease_id, ok=False, reason=f"the sequence could not start: {error}")
         self._metrics.leases.labels("committed").inc()
         await self._book.report_phases(inbound.sequence)  # gateways learn from this how fast KV travels
@@ -511,16 +526,20 @@ class DecodeService(SequenceOwner):
         tracked.phases.append(Phase("kv_transfer", first, now, sizes))
         self._metrics.kv_cached_tokens.inc(inbound.cached_tokens)
 
-    async def _drop(self, lease_id: str, error: MmdError, outcome: str = "lost") -> None:
-        """End an uncommitted handover and free its blocks.
+    def _drop(self, lease_ids: Iterable[str], error: MmdError, outcome: str = "lost") -> None:
+        """End uncommitted handovers and free their blocks, all before the engine's next step.
 
         Reasons: the lease expires, its link dies or is replaced, the prefill pod is lost or releases the lease, the request is cancelled or
         offered again, chunks are missing at the commit, or a write fails.
         """
-        self._leases.release(lease_id)
-        if (inbound := self._inbound.pop(lease_id, None)) is not None:
-            self._metrics.leases.labels(outcome).inc()
-            inbound.error = error
-            inbound.held.close()
-            inbound.progress.set()
-            await self._engine.abort(inbound.sequence)
+        dropped: list[str] = []
+        for lease_id in lease_ids:
+            self._leases.release(lease_id)
+            if (inbound := self._inbound.pop(lease_id, None)) is not None:
+                self._metrics.leases.labels(outcome).inc()
+                inbound.error = error
+                inbound.held.close()
+                inbound.progress.set()
+                dropped.append(inbound.sequence)
+        if dropped:
+            self._engine.abort(*dropped)

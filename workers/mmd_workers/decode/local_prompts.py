@@ -129,7 +129,7 @@ class PromptService(SequenceOwner):
         self._prompts.pop(name, None)
         # This comes first: a pod whose engine fails gives back all sequences that are open.
         await self._book.fail(name, error)
-        await self._engine.abort(name)
+        self._engine.abort(name)
 
     def cancel(self, sequence: str) -> None:
         """Stop adding a sequence; the caller aborts it in the engine."""

@@ -110,6 +110,19 @@ class EngineRunner(Generic[E]):
             self._wake.notify()
         return future
 
+    def post(self, command: Callable[[E], object]) -> None:
+        """Run a command like `submit`, in order with all others, without waiting for it.
+
+        A full queue takes it nevertheless: what frees the engine must not wait for it. So callers post no
+        more than a few commands for each sequence. An error is logged. Nothing runs once the thread has ended.
+        """
+        future: Future[object] = Future()
+        future.add_done_callback(_log_failure)
+        with self._wake:
+            if not self._stopping and self.error is None:
+                self._commands.append((command, future))
+                self._wake.notify()
+
     async def call(self, command: Callable[[E], T]) -> T:
         """Run a command like `submit`, from a coroutine on the loop of `start`, and return its result or
         raise its exception.
@@ -264,6 +277,13 @@ class EngineRunner(Generic[E]):
         for _, future in commands:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineDeadError("the engine has stopped; place the request elsewhere"))
+
+
+def _log_failure(posted: Future[object]) -> None:
+    error = posted.exception()
+    logged_by_thread = isinstance(error, (DeviceLostError, EngineDeadError))
+    if error is not None and not logged_by_thread:
+        log.error("an engine command failed: %s", error, exc_info=error)
 
 
 def _looked(read: Callable[[E], T], engine: E) -> T:

@@ -19,6 +19,7 @@ from mmd_api.contract.errors import (
     CapacityError,
     DeadlineError,
     LayoutMismatchError,
+    LeaseError,
     LinkError,
     MmdError,
     OverloadedError,
@@ -291,11 +292,12 @@ class KvSender:
     ) -> None:
         """Send every range as it becomes ready, then commit.
 
-        While no decoder owns the sequence, a failed pair is replaced by the next, which gets everything from the start. Blocks that
-        were not committed are released, however this ends.
+        While no decoder owns the sequence, a failed pair is replaced by the next, which gets everything from the start. A lease that
+        ended while the prompt waited is replaced once the prompt is complete, so that nothing is sent a third time. Blocks that were not
+        committed are released, however this ends.
 
         Raises:
-            LinkError, OverloadedError: no pair completed the handover.
+            LeaseError, LinkError, OverloadedError: no pair completed the handover.
             PeerLostError, DeadlineError: it is unknown whether the decoder accepted the sequence: only a new attempt is safe.
         """
         failed: list[str] = []
@@ -305,11 +307,12 @@ class KvSender:
                 await self._try(request, sequence, reservation, ranges)
                 committed = True
                 return
-            except (LinkError, OverloadedError) as error:
+            except (LeaseError, LinkError, OverloadedError) as error:
                 self._metrics.transfer_failures.labels("kv", error.code).inc()
                 failed.append(reservation.pod)
                 if len(failed) == MAX_TRIES or not error.retryable:
                     raise
+                lease_ended = isinstance(error, LeaseError)
                 log.warning(
                     "handover of %s to %s failed, retrying: %s",
                     sequence,
@@ -319,6 +322,8 @@ class KvSender:
             finally:
                 if not committed:
                     self._release(request, reservation.pod, reservation.grant.lease_id)
+            while lease_ended and ranges.finished is None:
+                await self._next_range(request, ranges)
             reservation = await self.reserve(request, avoid=failed)
 
     def _release(self, request: GenerateRequest, pod: str, lease_id: str = "") -> None:
@@ -348,29 +353,37 @@ class KvSender:
     async def _try(
         self, request: GenerateRequest, sequence: str, reservation: KvReservation, ranges: Ranges
     ) -> None:
-        try:
-            link = await reservation.link
-            with link.held():
-                range_number = sent = 0
+        link = await reservation.link
+        with link.held():
+            range_number = sent = 0
+            renewed_at = self._clock.now()
+            while range_number < len(ranges.ready) or ranges.finished is None:
+                if range_number == len(ranges.ready):
+                    await self._next_range(request, ranges)
+                    continue
+                start, end = ranges.ready[range_number]
+                range_number += 1
+                start = max(start, cached := reservation.grant.cached_tokens)
+                if start < end:
+                    await self._send(link, reservation, sequence, sent, start, end)
+                elif self._clock.now() - renewed_at > RENEW_FRACTION * self._lease_seconds:
+                    await self._send(link, reservation, sequence, sent, cached, cached)
+                else:
+                    continue
+                sent += 1
                 renewed_at = self._clock.now()
-                while range_number < len(ranges.ready) or ranges.finished is None:
-                    if range_number == len(ranges.ready):
-                        ranges.changed.clear()
-                        async with self._clock.timeout(max(0.0, request.deadline - self._clock.unix())):
-                            await ranges.changed.wait()
-                        continue
-                    start, end = ranges.ready[range_number]
-                    range_number += 1
-                    start = max(start, cached := reservation.grant.cached_tokens)
-                    if start < end:
-                        await self._send(link, reservation, sequence, sent, start, end)
-                    elif self._clock.now() - renewed_at > RENEW_FRACTION * self._lease_seconds:
-                        await self._send(link, reservation, sequence, sent, cached, cached)
-                    else:
-                        continue
-                    sent += 1
-                    renewed_at = self._clock.now()
-                await self._commit(request, reservation, ranges.finished, sent)
+            await self._commit(request, reservation, ranges.finished, sent)
+
+    async def _next_range(self, request: GenerateRequest, ranges: Ranges) -> None:
+        """Wait until another range is ready, or the prompt is complete.
+
+        Raises:
+            DeadlineError: the request's deadline has passed.
+        """
+        ranges.changed.clear()
+        try:
+            async with self._clock.timeout(max(0.0, request.deadline - self._clock.unix())):
+                await ranges.changed.wait()
         except TimeoutError as error:
             raise DeadlineError("request deadline exceeded while its KV was being sent") from error
 
@@ -404,9 +417,16 @@ class KvSender:
     async def _announce_and_send(
         self, link: PairLink, pod: str, chunk: KvChunk, tensors: list[torch.Tensor]
     ) -> None:
-        """Announce and send a chunk, never cancelled in between. A link whose peer does not expect the chunk is closed."""
+        """Announce and send a chunk, never cancelled in between. A link whose peer does not expect the chunk is closed.
+
+        Raises:
+            LeaseError: the lease has ended. Nothing is sent, and the link stays.
+            LinkError: the link has failed.
+        """
         try:
             await self._announce(link, pod, chunk)
+        except LeaseError:
+            raise
         except MmdError as error:
             link.close()
             raise LinkError(f"{pod} does not expect the chunk: {error.message}") from error

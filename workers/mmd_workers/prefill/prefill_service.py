@@ -204,7 +204,7 @@ class PrefillService(SequenceOwner):
             await self._give_up(name, error)
         except asyncio.CancelledError:
             self._book.forget(name, keep_end=True)
-            await self._engine.abort(name)
+            self._engine.abort(name)
             raise
         except Exception as error:  # the request must not vanish, whatever went wrong
             log.exception("prefill of %s crashed", name)
@@ -220,7 +220,7 @@ class PrefillService(SequenceOwner):
     async def _give_up(self, name: str, error: MmdError) -> None:
         # This comes first: a pod whose engine fails gives back all sequences that are open.
         await self._book.fail(name, error)
-        await self._engine.abort(name)
+        self._engine.abort(name)
 
     async def _serve(self, name: str, tracked: Tracked) -> None:
         request = tracked.request
@@ -281,7 +281,7 @@ class PrefillService(SequenceOwner):
                 ranges.finished = Finished(output, added.next_position)
                 ranges.changed.set()
                 await handover
-            await self._engine.abort(name)
+            self._engine.abort(name)
             await self._book.close(name)
         finally:
             unfinished = [task for task in (filling, handover) if task is not None]

@@ -94,10 +94,11 @@ class SequenceEngine(ABC):
         """
 
     @abstractmethod
-    async def abort(self, sequence: str) -> None:
-        """Forget a sequence or reservation in any state and free what it holds; unknown ids are ignored.
+    def abort(self, *sequences: str) -> None:
+        """Forget sequences and reservations in any state and free what they hold; unknown ids are ignored.
 
-        Does not raise if the engine has ended: it then holds nothing.
+        Returns at once. All of them end together before the next step, and before any later command. Does not raise if the engine has
+        ended: it then holds nothing.
         """
 
     # --- KV -------------------------------------------------------------------------------------------------------

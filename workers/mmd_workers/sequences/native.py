@@ -109,10 +109,11 @@ class NativeEngine(SteppedEngine):
 
         return await self._runner.call(begin)
 
-    async def abort(self, sequence: str) -> None:
-        """Free the sequence's blocks."""
-        self._identities.pop(sequence, None)
-        await super().abort(sequence)
+    def abort(self, *sequences: str) -> None:
+        """Free the sequences' blocks."""
+        for sequence in sequences:
+            self._identities.pop(sequence, None)
+        super().abort(*sequences)
 
     async def attach(
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int

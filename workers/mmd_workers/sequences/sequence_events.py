@@ -46,7 +46,7 @@ class SequenceOwner:
     def cancel(self, sequence: str) -> None:
         """Stop work on a sequence that is not in the engine yet."""
 
-    async def cancel_request(self, request_id: str, attempt: int) -> None:
+    def cancel_request(self, request_id: str, attempt: int) -> None:
         """Free what the request's attempts up to this one hold, besides sequences in the book."""
 
 
@@ -128,25 +128,23 @@ class Sequences(Part):
             metrics.step_sequences.observe(output.sequences)
 
     async def _cancelled(self, cancel: Cancel) -> None:
-        for sequence in self.book.cancel(cancel.request_id, cancel.attempt):
-            await self._abandon(sequence)
+        self._abandon(self.book.cancel(cancel.request_id, cancel.attempt))
         for owner in self._owners:
-            await owner.cancel_request(cancel.request_id, cancel.attempt)
+            owner.cancel_request(cancel.request_id, cancel.attempt)
 
     async def end_late(self) -> None:
         """End sequences past their request's deadline, whatever else failed to end them."""
         while True:
             await asyncio.sleep(DEADLINE_CHECK_SECONDS)
-            for sequence in self.book.late(time.time()):
-                self._pod.metrics.freed_sequences.labels("deadline").inc()
-                await self.book.fail(
-                    sequence,
-                    DeadlineError(
-                        "request deadline exceeded while its tokens were being generated; request fewer tokens, or raise "
-                        "spec.gateway.requestTimeoutSeconds"
-                    ),
-                )
-                await self._abandon(sequence, keep_end=True)
+            late = self.book.late(time.time())
+            self._pod.metrics.freed_sequences.labels("deadline").inc(len(late))
+            await self._fail_each(
+                late,
+                DeadlineError(
+                    "request deadline exceeded while its tokens were being generated; request fewer tokens, or raise "
+                    "spec.gateway.requestTimeoutSeconds"
+                ),
+            )
 
     def _peer_event(self, event: PeerEvent) -> None:
         if event.kind in ("lost", "reborn") and (former := event.before) is not None:
@@ -154,17 +152,28 @@ class Sequences(Part):
 
     async def _gateway_lost(self, gateway: Heartbeat) -> None:
         self.book.forget_ends(gateway.pod)
-        for sequence in self.book.of_gateway(gateway.pod):
-            # If the gateway is alive after all, this makes it place the request again.
-            await self.book.fail(sequence, PeerLostError(f"{gateway.pod} sent no heartbeat for too long"))
-            await self._abandon(sequence, keep_end=True)
+        # If the gateway is alive after all, this makes it place the requests again.
+        error = PeerLostError(f"{gateway.pod} sent no heartbeat for too long")
+        await self._fail_each(self.book.of_gateway(gateway.pod), error)
 
-    async def _abandon(self, sequence: str, *, keep_end: bool = False) -> None:
-        """Stop work on a sequence and free it; `keep_end`: its gateway has yet to confirm the end."""
+    async def _fail_each(self, sequences: list[str], error: MmdError) -> None:
+        """Stop work on sequences and free them, then report the error to their gateways."""
+        self._free(sequences)
+        await self.book.fail_each([(sequence, error) for sequence in sequences])
+
+    def _abandon(self, sequences: list[str]) -> None:
+        """Stop work on sequences that their gateways do not need, and forget them."""
+        self._free(sequences)
+        for sequence in sequences:
+            self.book.forget(sequence)
+
+    def _free(self, sequences: list[str]) -> None:
+        """Stop work on sequences. Nothing is awaited: all of them have left the engine before its next step."""
         for owner in self._owners:
-            owner.cancel(sequence)
-        self.book.forget(sequence, keep_end=keep_end)
-        await self._engine.engine.abort(sequence)
+            for sequence in sequences:
+                owner.cancel(sequence)
+        if sequences:
+            self._engine.engine.abort(*sequences)
 
     # --- end ------------------------------------------------------------------------------------------------------
 
@@ -184,5 +193,4 @@ class Sequences(Part):
         """
         while not self._engine.outputs.empty():
             await self._report_failed(self._engine.outputs.get_nowait())
-        for sequence in self.book.all():
-            await self.book.fail(sequence, error)
+        await self.book.fail_each([(sequence, error) for sequence in self.book.all()])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from mmd_api.contract.errors import EngineDeadError
 from mmd_workers.engine.interface import EngineStats
 from mmd_workers.engine.memory.cache_changes import CacheChanges, CacheDelta
 from mmd_workers.engine.pacing.cpu_turns import Turns
@@ -65,10 +64,15 @@ class SteppedEngine(SequenceEngine):
         """Put the feature where the model takes it from."""
         await self._runner.call(lambda engine: engine.fill(sequence, medium, feature))
 
-    async def abort(self, sequence: str) -> None:
-        """Free the sequence's blocks."""
-        with suppress(EngineDeadError):
-            await self._runner.call(lambda engine: engine.abort(sequence))
+    def abort(self, *sequences: str) -> None:
+        """Free the blocks of all sequences in one command. If that fails for one of them, the others are freed nevertheless."""
+
+        def end(engine: Any) -> None:
+            with ExitStack() as ends:
+                for sequence in sequences:
+                    ends.callback(engine.abort, sequence)
+
+        self._runner.post(end)
 
     async def read_kv(self, sequence: str, start: int, end: int) -> list[torch.Tensor]:
         """Copy the range, on the engine's device."""

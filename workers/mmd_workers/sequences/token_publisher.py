@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -262,20 +262,21 @@ class SequenceBook:
             del self._ended[name]
 
     async def report_forever(
-        self, is_alive: Callable[[str], bool], on_unwanted: Callable[[str], Awaitable[None]]
+        self, is_alive: Callable[[str], bool], on_unwanted: Callable[[list[str]], None]
     ) -> None:
         """Report every second, until cancelled.
 
-        `is_alive(gateway)`: its heartbeats arrive. `on_unwanted(sequence)` frees an open sequence that its gateway does not need, or
-        whose gateway is lost.
+        `is_alive(gateway)`: its heartbeats arrive. `on_unwanted(sequences)` frees open sequences that their gateways do not need, or
+        whose gateways are lost.
         """
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             self._forget_old_ends()
             if self._bus.is_connected:
-                for name in await self.report(is_alive):
+                unwanted = await self.report(is_alive)
+                on_unwanted(unwanted)
+                for name in unwanted:
                     log.warning("freed sequence %s: its gateway no longer needs it or is lost", name)
-                    await on_unwanted(name)
             else:
                 self._silent_since.clear()
 

@@ -67,7 +67,7 @@ SUSPECT_SECONDS = 600.0
 LEAST_TTFT_SECONDS = 0.001  # lower bound of the divisor in an estimate's relative error
 BYTES_PER_TOKEN = 5  # maximum bytes of a token id in a message
 COMMIT_BYTES = 4096  # bytes of a handover's message besides the placement and the outputs
-SILENCE_SECONDS = 60.0  # longest time between two tokens of a sequence that has begun
+SILENCE_SECONDS = 60.0  # tokens that a pod reports and that do not arrive for this long are lost
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +127,7 @@ class ServedSequence:
         self.placement: Placement | None = None  # set while the attempt has no token yet
         self.gap_since: float | None = None
         self.held_at = 0.0  # time of the last report by a pod that works on the attempt
+        self.lacks_tokens_since: float | None = None  # its pod has reported more tokens than have arrived
         self.looked_at = 0.0
 
     @property
@@ -310,8 +311,10 @@ class Dispatcher:
         if sequence is None or sequence.error is not None or not sequence.state.is_current(entry.attempt):
             return -1
         if entry.open:
-            sequence.held_at = self._clock.unix()
+            sequence.held_at = now = self._clock.unix()
             sequence.state.held_by(pod)
+            lacks_tokens = entry.tokens > sequence.state.num_tokens
+            sequence.lacks_tokens_since = (sequence.lacks_tokens_since or now) if lacks_tokens else None
         return sequence.state.num_tokens
 
     async def _reconnected(self) -> None:
@@ -556,7 +559,10 @@ class Dispatcher:
                     await sequence.signal.wait()
 
     def _stuck(self, sequence: ServedSequence, now: float) -> Lost | None:
-        """Return why this attempt will produce nothing more, or None if it may still be running."""
+        """Return why this attempt will produce nothing more, or None if it may still be running.
+
+        A sequence that its pod reports may wait for any time, as for KV blocks after a preemption: only its deadline ends that.
+        """
         state = sequence.state
         last_progress = max(sequence.placed_at, state.last_token_at or 0.0)
         certain = state.certain_holder() or ""
@@ -570,11 +576,14 @@ class Dispatcher:
         sequence.gap_since = (sequence.gap_since or now) if state.has_gap else None
         if sequence.gap_since is not None and now - sequence.gap_since > GAP_SECONDS:
             return Lost("gap", f"token {state.num_tokens} did not arrive, but later tokens did", "")
-        if state.started and now - last_progress > SILENCE_SECONDS:
-            return Lost("silent", f"no token arrived for {SILENCE_SECONDS:.0f} s", certain)
         if now - sequence.looked_at > STALL_SECONDS or not self._bus.is_connected:
             sequence.held_at = now
+            sequence.lacks_tokens_since = None
         sequence.looked_at = now
+        lacks_since = sequence.lacks_tokens_since
+        if lacks_since is not None and now - max(lacks_since, last_progress) > SILENCE_SECONDS:
+            message = f"{certain} reports tokens that did not arrive for {SILENCE_SECONDS:.0f} s"
+            return Lost("silent", message, certain)
         last_report = max(last_progress, sequence.held_at, self._connected_at)
         if now - last_report > (limit := self._directory.timeout_seconds + UNREPORTED_SECONDS):
             return Lost("forgotten", f"no pod has reported it for {limit:.1f} s", certain, by_media=True)
@@ -589,6 +598,7 @@ class Dispatcher:
     def _note_attempt(self, sequence: ServedSequence, request: GenerateRequest, placement: Placement) -> None:
         sequence.lost_pods.clear()
         sequence.gap_since = None
+        sequence.lacks_tokens_since = None
         sequence.held_at = sequence.looked_at = 0.0
         sequence.placed_at = self._clock.unix()
         _, number = split_sequence_id(request.request_id)

@@ -62,8 +62,9 @@ class KvChunk:
     """Request from prefill to decode, sent before the bytes of a chunk and answered when they are being received.
 
     KV of tokens [start, start + num_tokens), all layers, follows on the link of (`pod`, `epoch`) as tensors tagged `first_tag`,
-    `first_tag` + 1, ... Chunks are announced in the order sent, and again if the acknowledgement does not come. An announced chunk is
-    always sent, so the receiver takes it off the link even if it is no longer needed. A chunk of 0 tokens only renews the lease.
+    `first_tag` + 1, ... Chunks are announced in the order sent, and again if the acknowledgement does not come. An acknowledged chunk is
+    always sent, so the receiver takes it off the link even if it is no longer needed. Once the lease has ended a chunk is refused with
+    `lease_ended`, and not sent. A chunk of 0 tokens only renews the lease.
     """
 
     pod: str
