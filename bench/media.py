@@ -594,14 +594,12 @@ class Hits:
         async def get(name: str) -> None:
             ref, now = ref_of(name, self.features[name]), time.time()
             request = GenerateRequest("r", 0, "", [1], [ref], Sampling(1), [], now + 120, now)
-            await store.admit("r", {name: self.features[name].num_bytes})
-            arrival = store.arrival(name)
-            source.request(ref, request)
-            await arrival
+            needs = {name: self.features[name].num_bytes}
+            admitted = await store.admit("r", needs, lambda _: source.request(ref, request))
+            await admitted.arrivals[name]
             store.release("r")
-            await store.admit(
-                "all", {"room": store.budget_bytes}
-            )  # so that the next one comes from there too
+            # So that the next one comes from there too.
+            await store.admit("all", {"room": store.budget_bytes}, lambda _: None)
             store.release("all")
 
         times = {name: await self._median(partial(get, name)) for name in self.features}

@@ -210,11 +210,12 @@ class LocalPod:
         medium = replace(ref(shade), digest=hashlib.sha256(png(shade)).hexdigest())
         request = GenerateRequest(name, attempt, "gateway-0", [1], [medium], Sampling(1), [], now + 60, now)
         request = replace(request, first_attempt=first_attempt)
-        await self.store.admit(name, {medium.feature_id: 1024})
-        self.source.request(medium, request)
+        admitted = await self.store.admit(
+            name, {medium.feature_id: 1024}, lambda _: self.source.request(medium, request)
+        )
         try:
             async with asyncio.timeout(60):
-                return await self.store.arrival(medium.feature_id)
+                return await admitted.arrivals[medium.feature_id]
         finally:
             self.store.release(name)
 

@@ -223,20 +223,17 @@ class Prefill:
         pass
 
     async def serve(self, request: GenerateRequest) -> str:
-        """As the prefill service does: admit, request what is new, wait, merge, release."""
+        """As the prefill service does: admit and request what is new, wait, merge, release."""
         name = f"{request.request_id}#{request.attempt}"
         needs = {one.feature_id: num_bytes(one) for one in request.features}
         try:
             async with asyncio.timeout(request.deadline - time.time()):
-                new = set(await self.store.admit(name, needs))
-                arrivals = [(one, self.store.arrival(one.feature_id)) for one in request.features]
+                media = {one.feature_id: one for one in request.features}
+                admitted = await self.store.admit(
+                    name, needs, lambda feature_id: self.source.request(media[feature_id], request)
+                )
                 for one in request.features:
-                    if one.feature_id in new:
-                        new.discard(one.feature_id)
-                        self.store.encoding(one.feature_id)
-                        self.source.request(one, request)
-                for one, arrival in arrivals:
-                    feature = await asyncio.shield(arrival)
+                    feature = await asyncio.shield(admitted.arrivals[one.feature_id])
                     medium = float(one.feature_id.removeprefix("feature-"))
                     assert feature.tensors["embeddings"].shape == (one.num_tokens, WIDTH)
                     assert (feature.tensors["embeddings"] == medium).all(), "the feature of another medium"
