@@ -49,6 +49,7 @@ from mmd_api.spec.pools import EncoderSpec
 from mmd_api.spec.transfer import EmbeddingTransfer
 from mmd_cli import samples
 from mmd_workers.encoder.pipeline import EncodePipeline
+from mmd_workers.encoder.stages import Servers
 from mmd_workers.engine.profile import LiveBytes
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.disk import DiskTier
@@ -318,7 +319,7 @@ async def burst(model: HfEncoderModel, files: Sequence[File], decode: int, proce
     await decoders.start()
     policy = files[0].policy
     pipeline = EncodePipeline(
-        *(model, decoders, policy, EncoderSpec(), FeatureCache(0), Metrics()), processors=process
+        *(model, decoders, policy, EncoderSpec(), FeatureCache(0), Metrics()), servers=Servers(process)
     )
     running = asyncio.create_task(pipeline.run())
     try:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from mmd_api.contract.errors import BadMediaError, LinkError, MediaGoneError, MmdError
+from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
 from mmd_workers.encoder import encoder_service as service_module
@@ -109,9 +110,9 @@ class CrowdedBudget(ByteBudget):
 
     leave: Callable[[list[asyncio.Future[None]]], None]
 
-    def free(self, num_bytes: int) -> None:
-        waiting = [turn for turns in self._waiting.values() for _, turn in turns]
-        super().free(num_bytes)
+    def free(self, num_bytes: int, modality: Modality) -> None:
+        waiting = [one.turn for line in self._waiting.values() for one in line]
+        super().free(num_bytes, modality)
         self.leave([turn for turn in waiting if turn.done() and not turn.cancelled()])
 
 
@@ -186,7 +187,7 @@ class Encoder:
             "unreported": (Counter([*cache._features]) + Counter([*disk._files])) - self.held._places,
         }
         for stage in (pipeline._places, *pipeline.stages.all):
-            found[f"stage {stage.name}"] = stage.servers - stage._free + len(stage._running)
+            found[f"stage {stage.name}"] = stage.servers + stage.spare - stage._free + len(stage._running)
             found[f"waiting for {stage.name}"] = sum(map(len, stage._waiting.values()))
         files = (
             {path.stem for path in (disk._folder).glob("*.safetensors")} if disk.is_on else set(disk._files)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.pools import MODALITIES, Modality
 from mmd_workers.basics.overtaking import MAX_OVERTAKEN, next_in_line
+from mmd_workers.encoder.budget import ByteBudget
 from mmd_workers.features.store import FeatureStore
 
 BUDGET = 100
@@ -59,6 +60,19 @@ class StoreRoom:
         self._store.release(name)
 
 
+class BudgetRoom:
+    def __init__(self) -> None:
+        self._budget = ByteBudget(BUDGET, "spec.encoder.mediaMebibytes")
+        self._held: dict[str, tuple[int, Modality]] = {}
+
+    async def enter(self, name: str, size: int, modality: Modality) -> None:
+        await self._budget._reserve(size, modality)
+        self._held[name] = size, modality
+
+    def leave(self, name: str) -> None:
+        self._budget.free(*self._held.pop(name))
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(
@@ -71,7 +85,7 @@ EVENTS = st.lists(
 )
 
 
-@pytest.mark.parametrize(("room_of", "modalities"), [(StoreRoom, 1)])
+@pytest.mark.parametrize(("room_of", "modalities"), [(StoreRoom, 3), (BudgetRoom, 1), (BudgetRoom, 3)])
 @settings(max_examples=40, deadline=None)
 @given(events=EVENTS)
 def test_nobody_who_fits_waits_beyond_the_bound(
