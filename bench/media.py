@@ -49,6 +49,7 @@ from mmd_api.spec.pools import EncoderSpec
 from mmd_api.spec.transfer import EmbeddingTransfer
 from mmd_cli import samples
 from mmd_workers.encoder.pipeline import EncodePipeline
+from mmd_workers.encoder.stages import Servers
 from mmd_workers.engine.profile import LiveBytes
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.disk import DiskTier
@@ -318,7 +319,7 @@ async def burst(model: HfEncoderModel, files: Sequence[File], decode: int, proce
     await decoders.start()
     policy = files[0].policy
     pipeline = EncodePipeline(
-        *(model, decoders, policy, EncoderSpec(), FeatureCache(0), Metrics()), processors=process
+        *(model, decoders, policy, EncoderSpec(), FeatureCache(0), Metrics()), servers=Servers(process)
     )
     running = asyncio.create_task(pipeline.run())
     try:
@@ -594,14 +595,12 @@ class Hits:
         async def get(name: str) -> None:
             ref, now = ref_of(name, self.features[name]), time.time()
             request = GenerateRequest("r", 0, "", [1], [ref], Sampling(1), [], now + 120, now)
-            await store.admit("r", {name: self.features[name].num_bytes})
-            arrival = store.arrival(name)
-            source.request(ref, request)
-            await arrival
+            needs = {name: self.features[name].num_bytes}
+            admitted = await store.admit("r", needs, lambda _: source.request(ref, request))
+            await admitted.arrivals[name]
             store.release("r")
-            await store.admit(
-                "all", {"room": store.budget_bytes}
-            )  # so that the next one comes from there too
+            # So that the next one comes from there too.
+            await store.admit("all", {"room": store.budget_bytes}, lambda _: None)
             store.release("all")
 
         times = {name: await self._median(partial(get, name)) for name in self.features}

@@ -236,10 +236,10 @@ class Fleet:
         request = GenerateRequest(
             name, 0, "gateway-0", [1], [ref], Sampling(1), [], deadline=now + 120, arrived=now
         )
-        await self.store.admit(name, {ref.feature_id: 1 << 20})
-        arrival = self.store.arrival(ref.feature_id)
-        source.request(ref, request)
-        feature = await asyncio.wait_for(asyncio.shield(arrival), 120)
+        admitted = await self.store.admit(
+            name, {ref.feature_id: 1 << 20}, lambda _: source.request(ref, request)
+        )
+        feature = await asyncio.wait_for(asyncio.shield(admitted.arrivals[ref.feature_id]), 120)
         self.store.release(name)
         self.store._discard(ref.feature_id)
         return feature

@@ -90,7 +90,7 @@ async def receiver(
         )
     )
     await source.start()
-    await store.admit("r#0", {REF.feature_id: BYTES})
+    await store.admit("r#0", {REF.feature_id: BYTES}, lambda _: None)
     return source, store
 
 
@@ -537,7 +537,7 @@ async def test_a_job_that_is_asked_for_again_is_sent_once(connect: Connect) -> N
 
 async def test_a_job_shared_with_a_remaining_request_continues(connect: Connect) -> None:
     source, store = await receiver(await connect("prefill-0"))
-    await store.admit("other#0", {REF.feature_id: BYTES})
+    await store.admit("other#0", {REF.feature_id: BYTES}, lambda _: None)
     source.request(REF, request())
     store.release("r#0")
     (job,) = source._wanted.values()
@@ -601,7 +601,7 @@ async def test_a_second_request_for_a_feature_that_failed_gets_a_new_job(connect
     source, store = await receiver(await connect("prefill-0"))
     source.request(REF, request())
     store.release("r#0")  # the client left
-    await store.admit("r#1", {REF.feature_id: BYTES})
+    await store.admit("r#1", {REF.feature_id: BYTES}, lambda _: None)
     source.request(REF, request())
     service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
     running = asyncio.create_task(service.run())

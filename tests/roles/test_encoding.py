@@ -24,6 +24,7 @@ from mmd_api.contract.errors import (
     MediaGoneError,
     UnprocessableMediumError,
 )
+from mmd_api.contract.pools import Modality
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.spec.media import AudioPolicy, MediaPolicy
@@ -33,10 +34,12 @@ from mmd_workers.encoder.encoder_service import EncoderService
 from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.run_pace import RunPaces
+from mmd_workers.encoder.stages import Servers
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.source import EncodeError
 from mmd_workers.features.store import FeatureStore
 from mmd_workers.media import samples
+from mmd_workers.media.medium import DecodedImage, DecodedVideo
 from mmd_workers.media.sandbox import DecodePool
 from mmd_workers.model.prompt import Feature, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
@@ -49,7 +52,7 @@ from mmd_workers.wire.messages.encoder import EncodeJob
 from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef, Sampling
 from mmd_workers.wire.messages.prefill import EncodeFailed, GenerateRequest
 from mmd_workers.worker import Worker
-from support.harness.waiting import until
+from support.harness.waiting import DEADLINE_SECONDS, until
 from support.oracles.films import film
 
 Connect = Callable[[str], Awaitable[Bus]]
@@ -107,7 +110,7 @@ class Encoding:
         self.spec = EncoderSpec(**spec)
         self.pipeline = EncodePipeline(
             *(tower, self.decoders, MediaPolicy(), self.spec, FeatureCache(0), self.metrics, paces),
-            processors=processors,
+            servers=Servers(processors),
         )
 
     async def __aenter__(self) -> Encoding:
@@ -195,6 +198,63 @@ async def test_an_image_waits_only_for_the_video_already_in_the_tower() -> None:
     assert tower.runs == ["video", "image", "video", "video", "video"]
 
 
+class HeldDecoders:
+    """In place of decode processes: two and a spare one. A video is decoded once `go_on` is set."""
+
+    processes = 3
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+
+    async def probe(self, *_: object) -> None: ...
+
+    async def decode_image(self, *_: object) -> DecodedImage:
+        return DecodedImage(np.zeros((1, 1, 3), np.uint8))
+
+    async def decode_video(self, *_: object) -> DecodedVideo:
+        await self.go_on.wait()
+        return DecodedVideo(np.zeros((1, 1, 1, 3), np.uint8), [0], 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("videos", "video_mebibytes"),
+    [pytest.param(8, 1, id="decoders"), pytest.param(40, 1, id="places"), pytest.param(8, 32, id="memory")],
+)
+async def test_an_image_is_encoded_while_videos_of_any_number_decode(
+    videos: int, video_mebibytes: int
+) -> None:
+    tower, decoders = MixedTower(), HeldDecoders()
+    tower.go_on.set()
+    parts: tuple[Any, ...] = (tower, decoders, MediaPolicy(), EncoderSpec(media_mebibytes=128))
+    pipeline = EncodePipeline(*parts, FeatureCache(0), Metrics(), servers=Servers(spare=1))
+    running = asyncio.create_task(pipeline.run())
+
+    async def encode(name: str, modality: Modality, mebibytes: int) -> None:
+        sampling = {"frame_indices": [0]} if modality == "video" else {}
+        wanted = FeatureRef(
+            *(name, name, modality, 1, 4, [[0, 4]], {}, sampling, 16), host_bytes=mebibytes << 20
+        )
+
+        async def read() -> bytes:
+            return b"x"
+
+        await pipeline.encode(wanted, read)
+
+    waiting = [
+        asyncio.create_task(encode(f"video {number}", "video", video_mebibytes)) for number in range(videos)
+    ]
+    await until(lambda: pipeline._decode._taken["video"] == 2)
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        await encode("image", "image", 1)
+    assert tower.runs == ["image"]
+    decoders.go_on.set()
+    await asyncio.wait(waiting)
+    assert len(tower.runs) == 1 + videos
+    assert pipeline.media_bytes_used == 0
+    running.cancel()
+    pipeline.close()
+
+
 class LocalPod:
     """A pod that encodes and prefills, and the gateway that holds the bytes of its requests' media."""
 
@@ -210,11 +270,12 @@ class LocalPod:
         medium = replace(ref(shade), digest=hashlib.sha256(png(shade)).hexdigest())
         request = GenerateRequest(name, attempt, "gateway-0", [1], [medium], Sampling(1), [], now + 60, now)
         request = replace(request, first_attempt=first_attempt)
-        await self.store.admit(name, {medium.feature_id: 1024})
-        self.source.request(medium, request)
+        admitted = await self.store.admit(
+            name, {medium.feature_id: 1024}, lambda _: self.source.request(medium, request)
+        )
         try:
             async with asyncio.timeout(60):
-                return await self.store.arrival(medium.feature_id)
+                return await admitted.arrivals[medium.feature_id]
         finally:
             self.store.release(name)
 

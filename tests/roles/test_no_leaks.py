@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from mmd_api.contract.errors import BadMediaError, LinkError, MediaGoneError, MmdError
+from mmd_api.contract.pools import Modality
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
 from mmd_workers.encoder import encoder_service as service_module
@@ -109,9 +110,9 @@ class CrowdedBudget(ByteBudget):
 
     leave: Callable[[list[asyncio.Future[None]]], None]
 
-    def free(self, num_bytes: int) -> None:
-        waiting = [turn for turns in self._waiting.values() for _, turn in turns]
-        super().free(num_bytes)
+    def free(self, num_bytes: int, modality: Modality) -> None:
+        waiting = [one.turn for line in self._waiting.values() for one in line]
+        super().free(num_bytes, modality)
         self.leave([turn for turn in waiting if turn.done() and not turn.cancelled()])
 
 
@@ -186,7 +187,7 @@ class Encoder:
             "unreported": (Counter([*cache._features]) + Counter([*disk._files])) - self.held._places,
         }
         for stage in (pipeline._places, *pipeline.stages.all):
-            found[f"stage {stage.name}"] = stage.servers - stage._free + len(stage._running)
+            found[f"stage {stage.name}"] = stage.servers + stage.spare - stage._free + len(stage._running)
             found[f"waiting for {stage.name}"] = sum(map(len, stage._waiting.values()))
         files = (
             {path.stem for path in (disk._folder).glob("*.safetensors")} if disk.is_on else set(disk._files)
@@ -223,20 +224,17 @@ class Prefill:
         pass
 
     async def serve(self, request: GenerateRequest) -> str:
-        """As the prefill service does: admit, request what is new, wait, merge, release."""
+        """As the prefill service does: admit and request what is new, wait, merge, release."""
         name = f"{request.request_id}#{request.attempt}"
         needs = {one.feature_id: num_bytes(one) for one in request.features}
         try:
             async with asyncio.timeout(request.deadline - time.time()):
-                new = set(await self.store.admit(name, needs))
-                arrivals = [(one, self.store.arrival(one.feature_id)) for one in request.features]
+                media = {one.feature_id: one for one in request.features}
+                admitted = await self.store.admit(
+                    name, needs, lambda feature_id: self.source.request(media[feature_id], request)
+                )
                 for one in request.features:
-                    if one.feature_id in new:
-                        new.discard(one.feature_id)
-                        self.store.encoding(one.feature_id)
-                        self.source.request(one, request)
-                for one, arrival in arrivals:
-                    feature = await asyncio.shield(arrival)
+                    feature = await asyncio.shield(admitted.arrivals[one.feature_id])
                     medium = float(one.feature_id.removeprefix("feature-"))
                     assert feature.tensors["embeddings"].shape == (one.num_tokens, WIDTH)
                     assert (feature.tensors["embeddings"] == medium).all(), "the feature of another medium"

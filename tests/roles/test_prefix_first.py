@@ -245,6 +245,20 @@ async def test_late_media_needed_one_after_another_all_come(pod: Pod) -> None:
     pod.book.forget("r#0")
 
 
+async def test_a_shared_medium_is_encoded_although_its_first_request_leaves(pod: Pod) -> None:
+    await pod.store.admit("full", {"room": pod.store.budget_bytes}, lambda _: None)
+    first, second = request_of("first"), request_of("second")
+    for request in (first, replace(second, features=second.features[:1])):
+        pod.done[f"{request.request_id}#0"] = asyncio.Event()
+        assert (await pod.service._place(request)).accepted
+    await until(lambda: len(pod.store._waiting) == 2)
+    pod.store.release("full")
+    pod.service.cancel("first#0")  # it was admitted, but its task has not resumed
+    async with asyncio.timeout(25):
+        await pod.done["second#0"].wait()
+    assert "feature-8" in pod.source.asked
+
+
 class Handover:
     """Sends to a decoder, once `taken` is set."""
 

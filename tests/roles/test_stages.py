@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from mmd_api.contract.pools import Modality
+from mmd_workers.basics.overtaking import MAX_OVERTAKEN
 from mmd_workers.encoder.budget import ByteBudget
 from mmd_workers.encoder.shares import FairShares
 from mmd_workers.encoder.stages import (
@@ -16,6 +18,7 @@ from mmd_workers.encoder.stages import (
     decoders_for,
     processors_beside,
 )
+from support.harness.waiting import DEADLINE_SECONDS
 
 
 class Clock:
@@ -33,9 +36,12 @@ async def busy(
         clock.now += seconds
 
 
-def stage(name: str, servers: int, clock: Clock, ends: list[float] | None = None) -> EncodeStage:
+def stage(
+    name: str, servers: int, clock: Clock, ends: list[float] | None = None, spare: int = 0
+) -> EncodeStage:
     return EncodeStage(
-        name, servers, lambda _, seconds: (ends if ends is not None else []).append(seconds), clock
+        *(name, servers, lambda _, seconds: (ends if ends is not None else []).append(seconds), clock),
+        spare=spare,
     )
 
 
@@ -151,11 +157,11 @@ async def test_modalities_that_wait_have_a_stage_for_the_same_time() -> None:
 def test_a_pause_earns_a_modality_nothing() -> None:
     shares = FairShares()
     for _ in range(100):
-        assert shares.next_of(["video"]) == "video"
+        assert shares.in_turn(["video"]) == ["video"]
         shares.add("video", 10.0)
     chosen = []
     for _ in range(10):
-        chosen.append(shares.next_of(["video", "image"]))
+        chosen.append(shares.in_turn(["video", "image"])[0])
         shares.add(chosen[-1], 10.0)
     assert chosen.count("video") == 5
 
@@ -218,44 +224,92 @@ async def test_an_image_waits_for_the_bytes_of_only_one_video() -> None:
     assert budget.used_bytes == 0
 
 
-async def test_small_media_starve_no_large_one_of_any_modality() -> None:
-    budget, order, stop = ByteBudget(100, "spec.encoder.mediaMebibytes"), list[str](), asyncio.Event()
+@pytest.mark.parametrize("modality", ["image", "video"])
+async def test_small_media_pass_a_large_one_only_so_often(modality: Modality) -> None:
+    budget, got = ByteBudget(100, "spec.encoder.mediaMebibytes"), list[str]()
 
-    async def small() -> None:
-        while not stop.is_set():
-            async with budget.hold(40, "a small one", "image"):
-                await asyncio.sleep(0)
+    async def hold(name: str, num_bytes: int, modality: Modality) -> None:
+        async with budget.hold(num_bytes, name, modality):
+            got.append(name)
 
-    async def large(name: str, modality: str) -> None:
-        async with budget.hold(100, name, modality):
-            order.append(name)
-
-    tasks = [asyncio.create_task(small()) for _ in range(4)]
-    await asyncio.sleep(0)
-    async with asyncio.timeout(10):
-        await asyncio.gather(large("image", "image"), large("video", "video"))
-    stop.set()
-    await asyncio.gather(*tasks)
-    assert set(order) == {"image", "video"}
+    async with budget.hold(60, "first", "image"):
+        large = asyncio.create_task(hold("large", 100, modality))
+        await asyncio.sleep(0)
+        smalls = [asyncio.create_task(hold("small", 40, "image")) for _ in range(3 * MAX_OVERTAKEN)]
+        await asyncio.wait(smalls[:MAX_OVERTAKEN])
+        await asyncio.sleep(0)
+        assert got == ["small"] * MAX_OVERTAKEN
+    await asyncio.wait([large, *smalls])
+    assert got[MAX_OVERTAKEN] == "large"
     assert budget.used_bytes == 0
 
 
 async def test_who_gives_up_waiting_for_bytes_holds_up_nobody() -> None:
-    budget = ByteBudget(100, "spec.encoder.mediaMebibytes")
-    got: list[str] = []
+    budget, got = ByteBudget(100, "spec.encoder.mediaMebibytes"), list[str]()
 
     async def hold(name: str, num_bytes: int) -> None:
         async with budget.hold(num_bytes, name, "video"):
             got.append(name)
 
     async with budget.hold(60, "first", "image"):
-        waits, fits = asyncio.create_task(hold("large", 80)), asyncio.create_task(hold("small", 30))
+        large = asyncio.create_task(hold("large", 80))
         await asyncio.sleep(0)
-        assert got == []
-        waits.cancel()
-        async with asyncio.timeout(5):
-            await fits
-    assert got == ["small"]
+        passing = [asyncio.create_task(hold("passing", 30)) for _ in range(MAX_OVERTAKEN)]
+        await asyncio.wait(passing)
+        small = asyncio.create_task(hold("small", 30))
+        await asyncio.sleep(0)
+        assert "small" not in got
+        large.cancel()
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await small
+    assert got == ["passing"] * MAX_OVERTAKEN + ["small"]
+    assert budget.used_bytes == 0
+
+
+async def test_a_modality_never_has_the_spare_servers_too() -> None:
+    decode, entered, ended = stage("decode", 2, Clock(), spare=1), list[str](), asyncio.Event()
+
+    async def take(name: str, modality: Modality) -> None:
+        async with decode.run(modality, 1):
+            entered.append(name)
+            if modality == "video":
+                await ended.wait()
+
+    videos = [asyncio.create_task(take(f"video {number}", "video")) for number in range(4)]
+    await asyncio.sleep(0)
+    for number in range(3):
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await take(f"image {number}", "image")
+    assert entered == ["video 0", "video 1", "image 0", "image 1", "image 2"]
+    ended.set()
+    await asyncio.wait(videos)
+    assert decode._free == 3
+
+
+async def test_a_stage_is_busy_at_most_all_the_time() -> None:
+    clock = Clock()
+    decode = stage("decode", 1, clock, spare=1)
+    async with decode.run("video", 1), decode.run("image", 1):
+        clock.now += BUSY_WINDOW_SECONDS
+        assert decode.busy_fraction() == 1.0
+
+
+async def test_a_modality_leaves_spare_bytes_to_the_others() -> None:
+    budget, got = ByteBudget(100, "spec.encoder.mediaMebibytes", spare_bytes=10), list[str]()
+
+    async def hold(name: str, num_bytes: int) -> None:
+        async with budget.hold(num_bytes, name, "video"):
+            got.append(name)
+
+    async with budget.hold(60, "running", "video"):
+        waiting = asyncio.create_task(hold("waiting", 40))
+        for _ in range(2 * MAX_OVERTAKEN):  # it waits for its own modality, so this is no overtaking
+            async with asyncio.timeout(DEADLINE_SECONDS), budget.hold(40, "image", "image"):
+                assert got == []
+    await waiting
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        await hold("alone", 100)
+    assert got == ["waiting", "alone"]
     assert budget.used_bytes == 0
 
 

@@ -16,8 +16,9 @@ from mmd_api.contract.errors import (
     PeerLostError,
     WireError,
 )
+from mmd_workers.wire import embedding_receiver
 from mmd_workers.wire.codec import Frame, unpack, unpack_frame
-from mmd_workers.wire.embedding_receiver import EmbeddingReceiver
+from mmd_workers.wire.embedding_receiver import PLACES_PER_SENDER, EmbeddingReceiver
 from mmd_workers.wire.embedding_sender import EmbeddingSender
 from mmd_workers.wire.messages.encoder import EmbeddingCredit, EncodeJob
 from mmd_workers.wire.messages.message_parts import FeatureRef, TensorHeader
@@ -90,7 +91,7 @@ class Wire:
     async def offer(self, data: bytes, digest: str | None = None, name: str = "f") -> EmbeddingGrant:
         await self.bus.subscribe(self.inbox, EmbeddingCredit, self.credits.put)
         offer = EmbeddingOffer(
-            "t-1",
+            f"t-{name}",
             name,
             "rogue",
             [TensorHeader("rows", "uint8", [len(data)], len(data))],
@@ -190,6 +191,82 @@ async def test_a_full_receiver_makes_the_sender_wait_until_there_is_room(connect
     assert await sender.send(job(), [tensor(4 * MIB)]) == "sent"
     assert time.monotonic() - begin > 0.3  # the dead transfer's time-out, not at once
     await pod.room_is_free()
+
+
+async def test_frozen_transfers_of_one_sender_delay_no_other(connect, sender, wire):
+    pod = Pod(await connect(POD), timeout_seconds=2 * DEADLINE_SECONDS)
+    await pod.receiver.start()
+    grants = [await wire.offer(DATA, name=f"frozen {number}") for number in range(PLACES_PER_SENDER)]
+    assert [grant.verdict for grant in grants] == ["send"] * PLACES_PER_SENDER
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        assert await sender.send(job(), [tensor(MIB)]) == "sent"
+    assert pod.receiver.reserved_bytes == PLACES_PER_SENDER * MIB, "they are frozen still"
+
+
+@pytest.fixture
+async def full_pod(connect, wire, monkeypatch):
+    """A pod whose room is taken by a transfer `first`, and which answers no offer before its turn."""
+    monkeypatch.setattr(embedding_receiver, "ANSWER_SECONDS", DEADLINE_SECONDS)
+    pod = Pod(await connect(POD), budget_bytes=MIB, timeout_seconds=2 * DEADLINE_SECONDS)
+    await pod.receiver.start()
+    assert (await wire.offer(DATA, name="first")).verdict == "send"
+    return pod
+
+
+async def test_a_waiting_offer_is_answered_once_there_is_room(full_pod, wire):
+    offered = asyncio.create_task(wire.offer(DATA, name="second"))
+    await until(lambda: full_pod.receiver._waiting)
+    full_pod.receiver.cancel("first")
+    assert (await offered).verdict == "send"
+    assert full_pod.asked == 3, "the second was offered once, and asked for again at its turn"
+
+
+async def test_more_transfers_of_a_sender_wait_for_its_own_places(connect, wire, monkeypatch):
+    monkeypatch.setattr(embedding_receiver, "ANSWER_SECONDS", DEADLINE_SECONDS)
+    pod = Pod(await connect(POD), timeout_seconds=2 * DEADLINE_SECONDS)
+    await pod.receiver.start()
+    for number in range(PLACES_PER_SENDER):
+        await wire.offer(DATA, name=f"f{number}")
+    offered = asyncio.create_task(wire.offer(DATA, name="more"))
+    await until(lambda: pod.receiver._waiting)
+    pod.receiver.cancel("f2")
+    assert (await offered).verdict == "send"
+    assert pod.receiver.reserved_bytes == PLACES_PER_SENDER * MIB
+
+
+async def test_an_offer_that_is_repeated_in_time_keeps_its_turn(full_pod, wire, monkeypatch):
+    monkeypatch.setattr(embedding_receiver, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(embedding_receiver, "REPEAT_SECONDS", DEADLINE_SECONDS)
+    answer = await wire.offer(DATA, name="early")
+    assert (answer.verdict, answer.reason) == ("wait", "no capacity now")
+    monkeypatch.setattr(embedding_receiver, "ANSWER_SECONDS", DEADLINE_SECONDS)
+    late = asyncio.create_task(wire.offer(DATA, name="late"))
+    await until(lambda: len(full_pod.receiver._waiting) == 2)
+    early = asyncio.create_task(wire.offer(DATA, name="early"))
+    await until(lambda: not full_pod.receiver._waiting[0].turn.done())
+    full_pod.receiver.cancel("first")
+    assert (await early).verdict == "send"
+    assert not late.done()
+    full_pod.receiver.cancel("early")
+    assert (await late).verdict == "send"
+
+
+async def test_an_offer_not_needed_any_more_takes_no_room_at_its_turn(full_pod, wire):
+    offered = asyncio.create_task(wire.offer(DATA, name="second"))
+    await until(lambda: full_pod.receiver._waiting)
+    full_pod.verdict = "refuse"
+    full_pod.receiver.cancel("first")
+    assert (await offered).verdict == "refuse"
+    await full_pod.room_is_free()
+
+
+async def test_a_receiver_that_closes_gives_room_to_no_waiting_offer(full_pod, wire):
+    offered = asyncio.create_task(wire.offer(DATA, name="second"))
+    await until(lambda: full_pod.receiver._waiting)
+    await full_pod.receiver.close()
+    assert full_pod.receiver.reserved_bytes == 0
+    assert not full_pod.receiver._waiting
+    offered.cancel()
 
 
 async def test_waiting_for_room_ends_at_the_deadline(pod, sender):

@@ -24,7 +24,7 @@ from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.profile import tower_memory
 from mmd_workers.encoder.run_pace import RunPaces
-from mmd_workers.encoder.stages import decoders_for, processors_beside
+from mmd_workers.encoder.stages import Servers, decoders_for, processors_beside, spare_servers
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.disk import DiskTier
 from mmd_workers.features.store import FeatureStore
@@ -74,7 +74,8 @@ class EncoderRole(Part):
         decoders = decoders_for(
             pod.settings.compute_threads, spec.media_mebibytes * MEBIBYTE, 2 * spec.batching.max_items
         )
-        self._decoders = DecodePool(decoders, media.decode_timeout_seconds)
+        spare = spare_servers(len(self._model.modalities))
+        self._decoders = DecodePool(decoders + spare, media.decode_timeout_seconds)
         with pod.startup.phase("sandbox"):
             await self._decoders.start()
         for layer, active in self._decoders.layers.items():
@@ -86,7 +87,7 @@ class EncoderRole(Part):
             paces = RunPaces(pod.spec.engine.step_seconds, spec.batching.max_work, self.somebody_waits)
         self._pipeline = EncodePipeline(
             *(self._model, self._decoders, media, spec, cache, pod.metrics, paces),
-            processors=processors_beside(decoders),
+            servers=Servers(processors_beside(decoders), spare),
         )
         pod.tasks.spawn(self._pipeline.run(), "tower")
         await self._measure_tower(self._model)

@@ -26,7 +26,7 @@ from mmd_api.spec.pools import EncoderSpec
 from mmd_workers.basics.device import run_isolating
 from mmd_workers.encoder.budget import ByteBudget, Held
 from mmd_workers.encoder.run_pace import RunPaces
-from mmd_workers.encoder.stages import EncodeStage, Stages
+from mmd_workers.encoder.stages import ONE_PROCESSOR, EncodeStage, Servers, Stages
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.references import layout_of
 from mmd_workers.media.medium import Decoded
@@ -36,6 +36,8 @@ from mmd_workers.model.interfaces import EncoderModel
 from mmd_workers.model.prompt import Feature, MediumLayout, ProcessedMedium
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages.message_parts import FeatureRef
+
+SPARE_FRACTION = 8  # a modality leaves one part in so many of the media budget to the others
 
 _Encoding = asyncio.Task[tuple[Feature, dict[str, float]]]
 
@@ -111,9 +113,10 @@ class EncodePipeline:
         cache: FeatureCache,
         metrics: Metrics,
         paces: RunPaces | None = None,
-        processors: int = 1,
+        servers: Servers = ONE_PROCESSOR,
     ) -> None:
-        """`paces`: paces of the tower's runs, if an engine steps beside it. `processors`: number of threads."""
+        """`paces`: paces of the tower's runs, if an engine steps beside it."""
+        processors, spare = servers.processors, servers.spare
         self._model = model
         self._paces = paces
         self._decoders = decoders
@@ -123,15 +126,19 @@ class EncodePipeline:
         self._metrics = metrics
         self._running: dict[str, _Encoding] = {}
         self._users: Counter[_Encoding] = Counter()
-        self.max_media = 2 * spec.batching.max_items  # limit of media between arrival and feature
-        self._places = EncodeStage("pipeline", self.max_media, lambda *_: None)
-        self._memory = ByteBudget(spec.media_mebibytes << 20, "spec.encoder.mediaMebibytes")
+        self.max_media = (
+            2 * spec.batching.max_items
+        )  # limit of media of one modality between arrival and feature
+        self._places = EncodeStage("pipeline", self.max_media, lambda *_: None, spare=spare)
+        media_bytes = spec.media_mebibytes << 20
+        spare_bytes = media_bytes // SPARE_FRACTION if spare else 0
+        self._memory = ByteBudget(media_bytes, "spec.encoder.mediaMebibytes", spare_bytes)
         self.stages = Stages(self._count_busy)
-        self._fetch = self.stages.add("fetch", self.max_media)
-        self._decode = self.stages.add("decode", decoders.processes)
-        self._process = self.stages.add("process", processors)
+        self._fetch = self.stages.add("fetch", self.max_media, spare)
+        self._decode = self.stages.add("decode", decoders.processes - spare, spare)
+        self._process = self.stages.add("process", processors, spare)
         self._tower = self.stages.add("tower", 1)
-        self._processors = ThreadPoolExecutor(processors, thread_name_prefix="process")
+        self._processors = ThreadPoolExecutor(processors + spare, thread_name_prefix="process")
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._ready: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
@@ -323,7 +330,7 @@ class EncodePipeline:
         decoded, *_ = await asyncio.gather(*decodes)
         processes = (
             loop.run_in_executor(self._processors, self._inputs, decoded, layout)
-            for _ in range(self._process.servers)
+            for _ in range(self._process.servers + self._process.spare)
         )
         media, *_ = await asyncio.gather(*processes)
         await loop.run_in_executor(self._tower_thread, self._model.encode, media[:1])
@@ -400,7 +407,7 @@ class EncodePipeline:
 
         Of a medium with more work than a run may have, take as many parts as fit.
         """
-        modality = self._tower.shares.next_of({item.medium.modality for item in self._ready})
+        modality, *_ = self._tower.shares.in_turn({item.medium.modality for item in self._ready})
         key = next(item.medium.shape_key for item in self._ready if item.medium.modality == modality)
         work, max_work = 0, self._max_work(modality)
         batch: list[_Share] = []

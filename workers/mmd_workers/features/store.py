@@ -1,20 +1,23 @@
 """The life of features on the worker that needs them, within a budget of bytes: work waits for room, it is never dropped.
 
-Registered → Encoding → Encoded → Merged → Prefilled → Discarded. A request is admitted with all its features at once, in
-order of arrival, so that two half-admitted requests can never wait for each other's bytes. The features of a finished request
-stay as cache until their bytes are needed.
+Registered → Encoding → Encoded → Merged → Prefilled → Discarded. A request is admitted with all its features at once, so that
+two half-admitted requests can never wait for each other's bytes. The oldest request is admitted first; while it does not fit, younger
+ones that do pass it, at most `MAX_OVERTAKEN` times. Whoever adds a feature starts its encoding in the same turn of the event loop, so
+that no request ever waits for a feature that nobody makes. The features of a finished request stay as cache until their bytes are needed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Literal
 
-from mmd_api.contract.errors import CapacityError, FeatureLostError, MmdError
+from mmd_api.contract.errors import CapacityError, MmdError
+from mmd_workers.basics.overtaking import next_in_line
 from mmd_workers.features.held import HeldFeatures
 from mmd_workers.model.prompt import Feature
 
@@ -44,6 +47,27 @@ class _Entry:
         return arrival.done() and not arrival.cancelled() and arrival.exception() is None
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The features of a request that has its room.
+
+    `arrivals`: a future per feature id, of the feature or of the error that ended its life. Shared by all users: await it shielded.
+    `new_ids`: ids of the features whose encoding this request has started.
+    """
+
+    arrivals: dict[str, asyncio.Future[Feature]]
+    new_ids: list[str]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request_id: str
+    needs: dict[str, int]
+    encode: Callable[[str], None]
+    turn: asyncio.Future[Admitted]
+    overtaken: int = 0
+
+
 class FeatureStore:
     """Reserves, holds and evicts features. Belongs to one event loop; `on_transition(from, to)` counts every step."""
 
@@ -59,10 +83,14 @@ class FeatureStore:
         self.used_bytes = 0
         self._on_transition = on_transition
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._waiting: deque[tuple[dict[str, int], str, asyncio.Future[list[str]]]] = deque()
+        self._waiting: list[_Waiting] = []  # oldest first
 
-    async def admit(self, request_id: str, needs: Mapping[str, int]) -> list[str]:
-        """Reserve room for all features of a request (feature id → bytes); returns the ids nobody is encoding yet.
+    async def admit(
+        self, request_id: str, needs: Mapping[str, int], encode: Callable[[str], None]
+    ) -> Admitted:
+        """Reserve room for all features of a request (feature id → bytes), and start the encoding of those that are missing.
+
+        `encode(feature_id)` starts it, and must not raise: the feature, or its failure, arrives in the store later.
 
         Raises:
             CapacityError: the features can never fit into the budget.
@@ -72,55 +100,65 @@ class FeatureStore:
                 f"the media of this request need {total} bytes of embeddings, more than the budget of "
                 f"{self.budget_bytes}; send fewer or smaller media, or raise featureBudgetMebibytes of the pool"
             )
-        turn: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((dict(needs), request_id, turn))
+        turn: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(request_id, dict(needs), encode, turn)
+        self._waiting.append(waiting)
         self._admit_waiting()
         try:
             return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release(request_id)
-            else:
-                self._waiting = deque(item for item in self._waiting if item[2] is not turn)
+            if turn.cancelled():
                 self._admit_waiting()
+            else:
+                self.release(request_id)
             raise
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            needs, request_id, turn = self._waiting[0]
-            if turn.done():
-                self._waiting.popleft()
-                continue
-            new_sizes = {fid: size for fid, size in needs.items() if fid not in self._entries}
-            if not self._make_room(sum(new_sizes.values()), keep=needs.keys()):
+            self._waiting = [waiting for waiting in self._waiting if not waiting.turn.cancelled()]
+            used_bytes = sum(entry.num_bytes for entry in self._entries.values() if entry.users)
+            admitted = next_in_line(self._waiting, partial(self._fits, used_bytes))
+            if admitted is None:
                 return
-            self._waiting.popleft()
-            for fid in needs:
-                if fid in new_sizes:
-                    self._register(fid, new_sizes[fid])
-                self._entries[fid].users.add(request_id)
-                self._entries.move_to_end(fid)
-            turn.set_result(list(new_sizes))
+            self._waiting.remove(admitted)
+            self._admit(admitted)
 
-    def _make_room(self, num_bytes: int, keep: Collection[str]) -> bool:
-        missing_bytes = self.used_bytes + num_bytes - self.budget_bytes
-        if missing_bytes <= 0:
-            return True
-        idle = [(fid, entry) for fid, entry in self._entries.items() if not entry.users and fid not in keep]
-        if sum(entry.num_bytes for _, entry in idle) < missing_bytes:
-            return False
-        for fid, entry in idle:
-            if missing_bytes <= 0:
-                break
-            missing_bytes -= entry.num_bytes
-            self._discard(fid)
-        return True
+    def _fits(self, used_bytes: int, waiting: _Waiting) -> bool:
+        """Whether there is room for these features beside those with users, which have `used_bytes`."""
+        for feature_id, num_bytes in waiting.needs.items():
+            entry = self._entries.get(feature_id)
+            if entry is None:
+                used_bytes += num_bytes
+            elif not entry.users:
+                used_bytes += entry.num_bytes
+        return used_bytes <= self.budget_bytes
 
-    def _register(self, feature_id: str, num_bytes: int) -> None:
+    def _admit(self, admitted: _Waiting) -> None:
+        new_ids = [feature_id for feature_id in admitted.needs if feature_id not in self._entries]
+        for feature_id in admitted.needs.keys() - set(new_ids):
+            self._entries[feature_id].users.add(admitted.request_id)
+        self._make_room(sum(admitted.needs[feature_id] for feature_id in new_ids))
+        for feature_id in new_ids:
+            self._register(feature_id, admitted.needs[feature_id], admitted.request_id)
+        for feature_id in admitted.needs:
+            self._entries.move_to_end(feature_id)
+        arrivals = {feature_id: self._entries[feature_id].arrival for feature_id in admitted.needs}
+        admitted.turn.set_result(Admitted(arrivals, new_ids))
+        for feature_id in new_ids:
+            self._move(self._entries[feature_id], FeatureState.ENCODING)
+            admitted.encode(feature_id)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Discard features without users, least recently used first, until there is room."""
+        idle_ids = iter([feature_id for feature_id, entry in self._entries.items() if not entry.users])
+        while self.used_bytes + num_bytes > self.budget_bytes:
+            self._discard(next(idle_ids))
+
+    def _register(self, feature_id: str, num_bytes: int, user: str) -> None:
         arrival: asyncio.Future[Feature] = asyncio.get_running_loop().create_future()
         # The error is retrieved, so that a failure that nobody waits for is not logged.
         arrival.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._entries[feature_id] = _Entry(num_bytes, FeatureState.REGISTERED, arrival)
+        self._entries[feature_id] = _Entry(num_bytes, FeatureState.REGISTERED, arrival, {user})
         self.used_bytes += num_bytes
         self._on_transition(None, FeatureState.REGISTERED)
 
@@ -130,21 +168,8 @@ class FeatureStore:
             entry.state = state
 
     def arrival(self, feature_id: str) -> asyncio.Future[Feature]:
-        """A future of the feature, or of the error that ended its life. Shared by all users: await it shielded.
-
-        Raises:
-            FeatureLostError: the feature failed for others between this request's admission and now.
-        """
-        if (entry := self._entries.get(feature_id)) is None:
-            raise FeatureLostError(
-                "a medium failed for another request that shares it; place this request again"
-            )
-        return entry.arrival
-
-    def encoding(self, feature_id: str) -> None:
-        """Note that the feature's encode job has been published or started."""
-        if (entry := self._entries.get(feature_id)) is not None and entry.state is FeatureState.REGISTERED:
-            self._move(entry, FeatureState.ENCODING)
+        """The future of a feature in the store, for who makes it. Users get theirs from `admit`."""
+        return self._entries[feature_id].arrival
 
     def verdict(self, feature_id: str, num_bytes: int) -> Literal["send", "have", "refuse"]:
         """The answer to an OFFER of this feature: its bytes were reserved at admission, or nothing needs it."""
@@ -205,7 +230,10 @@ class FeatureStore:
         """Bytes of features in use, which no other request can have, and of features that requests wait for room for."""
         used = sum(entry.num_bytes for entry in self._entries.values() if entry.users)
         waiting = {
-            fid: size for needs, _, turn in self._waiting if not turn.done() for fid, size in needs.items()
+            fid: size
+            for waiting in self._waiting
+            if not waiting.turn.cancelled()
+            for fid, size in waiting.needs.items()
         }
         return used + sum(size for fid, size in waiting.items() if fid not in self._entries)
 

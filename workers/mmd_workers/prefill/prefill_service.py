@@ -312,23 +312,20 @@ class PrefillService(SequenceOwner):
     async def _gather_features(
         self, user: str, request: GenerateRequest, numbers: Iterable[int]
     ) -> dict[int, asyncio.Future[Feature]]:
-        """Admit the features with these numbers for `user`, and request the new ones; returns arrivals by number."""
+        """Admit the features with these numbers for `user`, and request the missing ones; returns arrivals by number."""
         refs = {number: request.features[number] for number in numbers}
         if not refs:
             return {}
         needs = {
             ref.feature_id: self._engine.feature_bytes(ref.modality, ref.num_tokens) for ref in refs.values()
         }
-        new_ids = set(await self._store.admit(user, needs))
-        self._metrics.cache.labels("store", "miss").inc(len(new_ids))
-        self._metrics.cache.labels("store", "hit").inc(len(needs) - len(new_ids))
-        arrivals = {number: self._store.arrival(ref.feature_id) for number, ref in refs.items()}
-        for ref in refs.values():
-            if ref.feature_id in new_ids:
-                new_ids.discard(ref.feature_id)
-                self._store.encoding(ref.feature_id)
-                self._source.request(ref, request)
-        return arrivals
+        refs_by_id = {ref.feature_id: ref for ref in refs.values()}
+        admitted = await self._store.admit(
+            user, needs, lambda feature_id: self._source.request(refs_by_id[feature_id], request)
+        )
+        self._metrics.cache.labels("store", "miss").inc(len(admitted.new_ids))
+        self._metrics.cache.labels("store", "hit").inc(len(needs) - len(admitted.new_ids))
+        return {number: admitted.arrivals[ref.feature_id] for number, ref in refs.items()}
 
     async def _supply(self, name: str, tracked: Tracked, numbers: set[int]) -> None:
         """Supply media whose KV the engine has lost: evicted from the prefix cache, or freed by a preemption."""

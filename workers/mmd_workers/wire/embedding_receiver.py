@@ -1,4 +1,9 @@
-"""The receiver's end of a feature transfer: grants within the budget of bytes in flight, takes chunks in order, verifies, stores."""
+"""The receiver's end of a feature transfer: grants within the budget of bytes in flight, takes chunks in order, verifies, stores.
+
+Each sender has `PLACES_PER_SENDER` transfers at a time, so that one that freezes holds up nobody else. An offer without room is answered
+when its turn comes, or after `ANSWER_SECONDS`; then it keeps its turn until the sender repeats it. The oldest offer comes first. One that
+fits into the budget passes older ones that do not, within the bound of `next_in_line`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ from mmd_api.contract.errors import (
     OverloadedError,
     WireError,
 )
+from mmd_workers.basics.overtaking import next_in_line
 from mmd_workers.wire.bulk import Bulk
 from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.embeddings import MAX_CHUNK_BYTES, RETRY_SECONDS, new_digest
@@ -30,7 +36,12 @@ OfferDecision = Literal["send", "have", "wait", "refuse"]
 Wants = Callable[[str, int], OfferDecision]
 OnFeature = Callable[[str, list[TensorHeader], memoryview, dict[str, float]], Awaitable[None] | None]
 
-_MAX_TRANSFERS = 4
+PLACES_PER_SENDER = 4
+ANSWER_SECONDS = (
+    1.0  # an offer is answered after this time at the latest; senders expect an answer within 5 s
+)
+REPEAT_SECONDS = 1.0  # an offer keeps its turn for this long after its answer
+MAX_WAITING = 128  # offers that wait here; others are refused and repeated, without a turn
 _MAX_TENSORS = 1024
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -79,6 +90,16 @@ class _Incoming:
         return ""
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An offer that waits for room."""
+
+    offer: EmbeddingOffer
+    turn: asyncio.Future[_Incoming]  # cancelled if it did not come before the answer
+    until: float = math.inf  # time.monotonic, after such an answer: the offer must be repeated by then
+    overtaken: int = 0
+
+
 class EmbeddingReceiver:
     """Receives the features of one pod, within a budget of bytes in flight.
 
@@ -116,7 +137,9 @@ class EmbeddingReceiver:
         self._window = max(window_bytes, self._chunk)
         self._timeout = timeout_seconds
         self._reserved = 0
-        self._transfers: dict[str, _Incoming] = {}  # by feature; used on the bulk loop only
+        # Used on the bulk loop only.
+        self._transfers: dict[str, _Incoming] = {}  # by feature
+        self._waiting: list[_Waiting] = []  # oldest first
         self._bulk: Bulk[Bus] | None = None
         self._offers: Subscription | None = None
         self._endings: set[asyncio.Task[None]] = set()
@@ -155,6 +178,7 @@ class EmbeddingReceiver:
     async def _close(self) -> None:
         if self._offers is not None:
             await self._offers.unsubscribe()
+        self._waiting.clear()  # their handlers have been cancelled
         for incoming in list(self._transfers.values()):
             self._end(incoming, "the receiver is closing")
         if self._endings:
@@ -175,47 +199,128 @@ class EmbeddingReceiver:
                 f"a feature of {offer.total_bytes} bytes exceeds the receiver's budget of {self._largest}; send fewer "
                 f"frames or pixels, or raise the feature budget of the pool"
             )
-        verdict: OfferDecision
-        try:
-            verdict = await bulk.home(self._timeout, self._wants, offer.feature_id, offer.total_bytes)
-        except TimeoutError as error:
-            raise OverloadedError(
-                f"{self._pod} was too busy to answer an offer within {self._timeout} s; offer again"
-            ) from error
-        if verdict != "send":
-            return EmbeddingGrant(
-                offer.transfer_id, verdict, retry_seconds=RETRY_SECONDS, reason="not needed on this pod"
-            )
+        if (verdict := await self._verdict(offer, bulk)) != "send":
+            return _refusal(offer, verdict, "not needed on this pod")
         earlier = self._transfers.get(offer.feature_id)
         if earlier is not None and earlier.offer.transfer_id == offer.transfer_id and not earlier.storing:
             self._end(earlier, "its sender offered it again")
-        too_much = self._reserved > 0 and self._reserved + offer.total_bytes > self._budget
-        full = too_much or len(self._transfers) >= _MAX_TRANSFERS
-        if full or offer.feature_id in self._transfers:
-            reason = "no capacity now" if full else "another sender is already sending it"
-            return EmbeddingGrant(offer.transfer_id, "wait", retry_seconds=RETRY_SECONDS, reason=reason)
-        now = time.monotonic()
-        incoming = _Incoming(
-            offer, bulk.bus.new_inbox(), np.empty(offer.total_bytes, dtype=np.uint8).data, now, now
-        )
-        self._transfers[offer.feature_id] = incoming
-        self._reserved += offer.total_bytes
+        if (waiting := self._joined(offer)) is None:
+            return _refusal(offer, "wait", f"{MAX_WAITING} offers are waiting")
+        self._grant_waiting()
+        had_to_wait = not waiting.turn.done()
+        if had_to_wait and not await self._has_turn(waiting):
+            return _refusal(offer, "wait", self._obstacle(offer))
+        incoming = waiting.turn.result()
         try:
-
-            async def receive(chunk: EmbeddingChunk, payload: memoryview, reply: str) -> None:
-                await self._receive(incoming, chunk, payload, reply)
-
-            incoming.subscription = await bulk.bus.subscribe_frames(
-                incoming.inbox, EmbeddingChunk, receive, pending_bytes=2 * self._window + MAX_CHUNK_BYTES
-            )
-            incoming.watch = asyncio.create_task(self._watch(incoming))
-            await bulk.bus.flush()
+            if had_to_wait and (verdict := await self._verdict(offer, bulk)) != "send":
+                self._end(incoming, "")
+                return _refusal(offer, verdict, "no longer needed on this pod")
+            if not await self._open(incoming, bulk):
+                return _refusal(offer, "wait", "the transfer ended before it began")
         except BaseException:
-            self._end(incoming, "the receiver could not subscribe")
+            self._end(incoming, "the receiver could not take it")
             raise
         return EmbeddingGrant(
             offer.transfer_id, "send", incoming.inbox, window_bytes=self._window, chunk_bytes=self._chunk
         )
+
+    async def _verdict(self, offer: EmbeddingOffer, bulk: Bulk[Bus]) -> OfferDecision:
+        try:
+            verdict: OfferDecision = await bulk.home(
+                self._timeout, self._wants, offer.feature_id, offer.total_bytes
+            )
+        except TimeoutError as error:
+            raise OverloadedError(
+                f"{self._pod} was too busy to answer an offer within {self._timeout} s; offer again"
+            ) from error
+        return verdict
+
+    async def _has_turn(self, waiting: _Waiting) -> bool:
+        """Wait for the turn of an offer, for as long as its sender awaits an answer; returns whether it has its room."""
+        turn = waiting.turn
+        try:
+            await asyncio.wait([turn], timeout=ANSWER_SECONDS)
+        finally:
+            if turn.cancel():
+                waiting.until = time.monotonic() + REPEAT_SECONDS
+        return not turn.cancelled()
+
+    def _joined(self, offer: EmbeddingOffer) -> _Waiting | None:
+        """The place in line of an offer, which keeps it when it is repeated; None if too many offers wait."""
+        turn: asyncio.Future[_Incoming] = asyncio.get_running_loop().create_future()
+        now = time.monotonic()
+        self._waiting = [waiting for waiting in self._waiting if waiting.until > now]
+        for waiting in self._waiting:
+            if waiting.offer == offer:
+                waiting.turn.cancel()
+                waiting.turn, waiting.until = turn, math.inf
+                return waiting
+        if len(self._waiting) >= MAX_WAITING:
+            return None
+        waiting = _Waiting(offer, turn)
+        self._waiting.append(waiting)
+        return waiting
+
+    def _grant_waiting(self) -> None:
+        """Reserve room for the offers whose turn it is."""
+        # An offer that waits for its sender holds up nobody.
+        while (
+            waiting := next_in_line(
+                (waiting for waiting in self._waiting if self._may_send(waiting)),
+                lambda waiting: self._fits(waiting.offer),
+            )
+        ) is not None:
+            self._waiting.remove(waiting)
+            waiting.turn.set_result(self._reserve(waiting.offer))
+
+    def _may_send(self, waiting: _Waiting) -> bool:
+        """Whether the sender awaits the answer, has a free place, and is the only one to send this feature."""
+        offer = waiting.offer
+        return (
+            not waiting.turn.done()
+            and offer.feature_id not in self._transfers
+            and self._places_of(offer.sender) < PLACES_PER_SENDER
+        )
+
+    def _places_of(self, sender: str) -> int:
+        return sum(incoming.offer.sender == sender for incoming in self._transfers.values())
+
+    def _fits(self, offer: EmbeddingOffer) -> bool:
+        return self._reserved == 0 or self._reserved + offer.total_bytes <= self._budget
+
+    def _obstacle(self, offer: EmbeddingOffer) -> str:
+        """What an offer waits for."""
+        if offer.feature_id in self._transfers:
+            return "another sender is already sending it"
+        if self._places_of(offer.sender) >= PLACES_PER_SENDER:
+            return f"{offer.sender} has {PLACES_PER_SENDER} transfers in flight here"
+        return "no capacity now"
+
+    def _reserve(self, offer: EmbeddingOffer) -> _Incoming:
+        assert self._bulk is not None
+        now, bus = time.monotonic(), self._bulk.bus
+        buffer = np.empty(offer.total_bytes, dtype=np.uint8).data
+        incoming = _Incoming(offer, bus.new_inbox(), buffer, now, now)
+        self._transfers[offer.feature_id] = incoming
+        self._reserved += offer.total_bytes
+        incoming.watch = asyncio.create_task(self._watch(incoming))
+        return incoming
+
+    async def _open(self, incoming: _Incoming, bulk: Bulk[Bus]) -> bool:
+        """Listen for the chunks of a transfer; returns False if it has ended meanwhile."""
+
+        async def receive(chunk: EmbeddingChunk, payload: memoryview, reply: str) -> None:
+            await self._receive(incoming, chunk, payload, reply)
+
+        pending_bytes = min(2 * self._window, incoming.offer.total_bytes) + MAX_CHUNK_BYTES
+        subscription = await bulk.bus.subscribe_frames(incoming.inbox, EmbeddingChunk, receive, pending_bytes)
+        if self._transfers.get(incoming.offer.feature_id) is not incoming:
+            await subscription.unsubscribe()
+            return False
+        incoming.subscription = subscription
+        await bulk.bus.flush()
+        incoming.granted = incoming.last_activity = time.monotonic()
+        return True
 
     async def _receive(
         self, incoming: _Incoming, chunk: EmbeddingChunk, payload: memoryview, reply: str
@@ -279,6 +384,7 @@ class EmbeddingReceiver:
         task = asyncio.create_task(self._send_result(incoming, fault, complete))
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
+        self._grant_waiting()
 
     async def _send_result(self, incoming: _Incoming, fault: str, complete: bool) -> None:
         try:
@@ -298,6 +404,10 @@ class EmbeddingReceiver:
         if incoming.reply and self._bulk is not None:
             credit = EmbeddingCredit(incoming.offer.transfer_id, incoming.received, complete, fault)
             await self._bulk.bus.publish(incoming.reply, credit)
+
+
+def _refusal(offer: EmbeddingOffer, verdict: OfferDecision, reason: str) -> EmbeddingGrant:
+    return EmbeddingGrant(offer.transfer_id, verdict, retry_seconds=RETRY_SECONDS, reason=reason)
 
 
 def _check(offer: EmbeddingOffer) -> None:

@@ -27,7 +27,7 @@ class EmbeddingGrant:
     """Receiver's reply to an OFFER.
 
     `send`: publish chunks on `inbox`, never more than `window_bytes` unacknowledged. `have`: the feature is already here, the job is
-    done. `wait`: no budget now, offer again after `retry_seconds`. `refuse`: the feature is not needed (cancelled, unknown, other
+    done. `wait`: no budget in the time for an answer, offer again after `retry_seconds` to keep the turn. `refuse`: the feature is not needed (cancelled, unknown, other
     revision).
     """
 
