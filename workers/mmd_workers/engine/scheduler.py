@@ -211,6 +211,20 @@ class Scheduler:
             self._hash_until(part, part.registered)
             self.pool.forget(part.identities[: part.registered])
 
+    def restart_uncached(self, sequence: Sequence) -> bool:
+        """Queue a running sequence to be computed again without cached blocks. False: it had none, or cannot be.
+
+        It cannot without its prompt, or where a peer has been told of its KV.
+        """
+        shares = any(part.shared for part in sequence.parts)
+        if not shares or sequence.prompt is None or sequence.announced:
+            return False
+        for part in sequence.parts:
+            part.avoids_cache = True
+        self._withdraw(sequence)
+        self.add(sequence)
+        return True
+
     def finish_drafts(self, work: Work, accepted: int) -> None:
         """Record how many of the drafts of `work` the model sampled too."""
         if self.drafts is not None and work.sequence.lookup is not None:
@@ -346,7 +360,7 @@ class Scheduler:
 
         Empty where log probabilities of the prompt are requested: no block has them.
         """
-        if not self.prefix_cache or sequence.prompt_logprobs is not None:
+        if not self.prefix_cache or sequence.prompt_logprobs is not None or sequence.avoids_cache:
             return []
         size = self.pool.block_tokens
         most_blocks = (sequence.num_tokens - 1) // size
@@ -432,14 +446,18 @@ class Scheduler:
             self.pool.touch(part.identities[: part.dropped])  # they were released before the later blocks
             part.blocks, part.dropped = [], 0
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take all KV from a running sequence, which keeps its tokens."""
         self.running.remove(sequence)
         self._release(sequence)
         for part in sequence.parts:
-            part.computed = part.registered = 0
-        self.preemptions += 1
+            part.computed = part.registered = part.shared = 0
         if sequence.rules is not None:
             sequence.rules.leave_device()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._withdraw(sequence)
+        self.preemptions += 1
         if sequence.prompt is None:
             sequence.state = SequenceState.HELD
             self.preempted.append(sequence)
