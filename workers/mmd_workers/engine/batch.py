@@ -32,18 +32,18 @@ class Chunk:
 
 
 class Batch:
-    """A batch has rows of single tokens first (`num_single`), then chunks. Layers share one mask per window.
+    """A batch has single rows first (`num_single`, see `Work.is_single`), then chunks. Layers share one mask per window.
 
     `write_slots`: int64 [rows]. `block_table`: int32 [sequences, blocks], `context_lengths` and `query_starts` (cumulative): int32, over
     singles and chunks in row order.
     """
 
     def __init__(self, pool: KvPool, work: Items[Work]) -> None:
-        """`work` is in row order; items of one token come first."""
+        """`work` is in row order; single rows come first."""
         self.pool = pool
         device = pool.device
         lengths = [item.end - item.start for item in work]
-        self.num_single = sum(1 for length in lengths if length == 1)
+        self.num_single = sum(item.is_single for item in work)
         self.num_rows = sum(lengths)
         slots: list[int] = []
         starts = [0]

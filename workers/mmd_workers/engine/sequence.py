@@ -53,7 +53,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)  # by position; it does not own the first `dropped`
     dropped: int = 0  # leading blocks that left every layer's window
     shared: int = 0  # leading blocks that were cached at admission
-    root: bytes = b""  # see `blocks.root_of`
+    root: bytes = b""  # see `blocks.prompt_root`
     identities: list[bytes] = field(default_factory=list)  # identities of the leading full blocks
     registered: int = 0  # leading blocks offered to the prefix cache
     admitted: bool = False  # now, or before a preemption
