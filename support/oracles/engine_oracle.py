@@ -123,6 +123,7 @@ class TextModel:
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_position_embeddings
         self.position_axes = 1
+        self.bidirectional_prompt = False
         self.eos_token_ids: frozenset[int] = frozenset()
         self.suppress_token_ids: tuple[int, ...] = ()
         self.softcap = getattr(config, "final_logit_softcapping", None)

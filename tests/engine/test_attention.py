@@ -49,6 +49,20 @@ def test_chunk_masks_equal_those_of_transformers(window, ranges, past):
     assert torch.equal(mask, expected[past:])
 
 
+def test_a_single_row_within_a_bidirectional_range_sees_it_beyond_the_window():
+    """It is a chunk of one row. Rows outside a range, and of generated tokens, need no mask of their own."""
+    prompt = LoweredPrompt([0] * 39, torch.empty(0), 39, {}, [(5, 20), (20, 39)])
+    sequence = Sequence("a", 0, [0] * TOKENS, 39, 39, SamplingParams(1), [], prompt, blocks=list(range(10)))
+    pool = KvPool(KvLayout(1, [1], [4], "float32"), 10, 4, torch.device("cpu"))
+    works = [Work(sequence, place, place + 1) for place in (4, 39, 19, 38)]
+    assert [work.is_single for work in works] == [True, True, False, False]
+    batch = Batch(pool, works)
+    assert batch.num_single == 2
+    assert batch.single_mask(8).sum(dim=1).tolist() == [5, 8]
+    assert [int(batch.chunk_mask(number, 8).sum()) for number in (0, 1)] == [15, 19]
+    assert batch.visible(8).tolist() == [[0, 5], [32, 40], [5, 20], [20, 39]]
+
+
 def test_a_decoder_with_sinks_or_chunked_attention_is_refused_with_the_reason():
     decoder = llama().get_decoder()
     decoder.config.layer_types = ["full_attention", "chunked_attention"]

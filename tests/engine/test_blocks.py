@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mmd_api.contract.errors import OverloadedError
-from mmd_workers.engine.memory.blocks import BlockPool, block_hash, extend_identities
+from mmd_workers.engine.memory.blocks import (
+    BlockPool,
+    block_hash,
+    extend_identities,
+    leading_identities,
+    prompt_root,
+)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -141,3 +147,22 @@ def test_a_block_hash_covers_tokens_prefix_and_overlapping_media():
         block_hash(b"", [1, 2, 3, 4], 4, [(7, 9, "cat")]),  # its first token is the last of the block
     ]
     assert len({base, *others}) == 8
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_blocks_of_a_bidirectional_prompt_stand_for_all_of_it(bidirectional):
+    def first_block(tokens, spans, root=b""):
+        root = prompt_root(root, tokens, spans, bidirectional=bidirectional)
+        return leading_identities(tokens, spans, root, 4)[0]
+
+    tokens, cat = list(range(20)), (1, 8, "cat")
+    prompts = [
+        (tokens, [cat]),
+        (tokens[:-1], [cat]),
+        ([*tokens[:-1], 99], [cat]),
+        (tokens, [cat, (18, 1, "dog")]),
+        (tokens, [cat, (18, 1, "fox")]),
+    ]
+    assert len({first_block(*prompt) for prompt in prompts}) == (len(prompts) if bidirectional else 1)
+    assert first_block(*prompts[0]) == first_block(tuple(tokens), [cat])
+    assert first_block(*prompts[0]) != first_block(tokens, [cat], b"another salt")

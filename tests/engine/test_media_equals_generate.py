@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from mmd_api.contract.sampling import Guidance
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
 from support.oracles import model_zoo as zoo
+from mmd_workers.features.references import media_spans
+from mmd_workers.prefill.kv_sender import prefix_of
+from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
+from mmd_workers.wire.messages.prefill import GenerateRequest
 from support.oracles import random_model
 from support.oracles.engine_oracle import Outcome, make_engine, run
 
@@ -144,8 +150,6 @@ def test_repeated_prompts_with_media_use_the_cached_prefix(arch):
         outcome = run(engine)
         assert outcome.tokens == answers(arch)
     total = sum(len(layout.token_ids) for layout, *_ in answered(arch))
-    if arch == "paligemma":
-        return  # its whole prompt is one bidirectional range: nothing of it can be skipped
     assert sum(step.prefill_tokens for step in outcome.steps) < total / 2
 
 
@@ -184,6 +188,131 @@ def test_prefill_here_decode_there_with_other_block_sizes(arch, step_seconds):
                 prefill.abort(name)
         outcome.take(decode.step())
     assert run(decode, outcome).tokens == answers(arch)
+
+
+def questions(arch):
+    """Prompts with a common beginning: several questions about the same media, and about others after them."""
+    takes = zoo.MODALITIES[arch]
+    media = {
+        "image": zoo.image(100, 64, 1),
+        "video": zoo.video(64, 80, 12, 6.0, 2),
+        "audio": zoo.audio(20000, 3),
+    }
+    cases = []
+    for kind in takes:
+        cases += [
+            [media[kind], "tell me what this is"],
+            [media[kind], "tell me what else you see there, of all the rest"],
+        ]
+    if "image" in takes:
+        cases.append([media["image"], "and", zoo.image(60, 60, 4), "tell me what this is"])
+    if arch != "paligemma":
+        cases += [["tell me what you know of this and of that"], ["tell me what you know of all the rest"]]
+    return cases
+
+
+@functools.cache
+def handed_over(arch):
+    """For each question: the request as it is placed, its features, and the answer of `generate`."""
+    s, found = served(arch), []
+    for number, parts in enumerate(questions(arch)):
+        messages = zoo.conversation(*parts)
+        media = [part for part in parts if isinstance(part, zoo.Medium)]
+        layout = s.frontend.layout(messages, [m.info for m in media])
+        answer = zoo.generate(s, zoo.hf_inputs(s, messages, media, layout), NEW_TOKENS)
+        features, refs = [], []
+        for medium, laid in zip(media, layout.media, strict=True):
+            taken = zoo.decoded(medium, laid.sampling.frame_indices, laid.sampling.num_samples)
+            features += s.encoder.encode([s.encoder.process(taken, laid)])
+            identity, ranges = f"{laid.modality} {medium.info.digest}", [list(run) for run in laid.ranges]
+            refs.append(
+                FeatureRef(identity, "", laid.modality, 0, laid.num_tokens, ranges, laid.geometry, {}, 0)
+            )
+        sampling = Sampling(NEW_TOKENS, ignore_eos=True)
+        request = GenerateRequest(str(number), 0, "g", layout.token_ids, refs, sampling, ["d"], 0.0, 0.0)
+        found.append((request, layout, features, answer))
+    return found
+
+
+def hand_over(prefill, decode, arch, number):
+    """Answer a question on two engines, with the prefix that the sender offers. Returns the answer and the tokens that the decoder reused."""
+    request, layout, features, _ = handed_over(arch)[number]
+    language, name, spans = served(arch).language, request.request_id, media_spans(request.features)
+    bidirectional = language.bidirectional_prompt
+    offered = prefix_of(request, decode.blocks.block_tokens, bidirectional_prompt=bidirectional)
+    expected_at_decode = decode.prefix(request.token_ids, spans)[1]
+    reused = decode.reserve(name, len(request.token_ids), NEW_TOKENS, offered)
+    assert reused - expected_at_decode in (0, decode.blocks.block_tokens), (
+        "an offer may cover the last token too"
+    )
+    identities, expected = prefill.prefix(request.token_ids, spans)
+    sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
+    prompt = language.lower(request.token_ids, layout.media)
+    prefill.add(SequenceInput(name, prompt, sampling, spans, stop_after_prefill=True, identities=identities))
+    for medium, feature in enumerate(features):
+        if sum(request.features[medium].ranges[-1]) > expected:  # the others need no encoding
+            prefill.fill(name, medium, feature)
+    outcome, admitted = Outcome(), {}
+    while prefill.has_work():
+        step = prefill.step()
+        assert step.prefill_tokens, "the prompt waits for a medium that looked cached"
+        outcome.take(step)
+        admitted |= step.admitted
+    assert admitted == {name: expected}
+    length = len(request.token_ids)
+    if reused < length:
+        decode.write_kv(name, reused, prefill.read_kv(name, reused, length))
+    decode.attach(name, request.token_ids, sampling, outcome.tokens[name], prompt.next_position, spans)
+    prefill.abort(name)
+    return run(decode, outcome).tokens[name], reused
+
+
+@pytest.mark.parametrize("arch", zoo.MODALITIES)
+def test_handovers_that_share_what_the_sender_offers_equal_generate(arch):
+    """Whatever was asked before, whatever the size of blocks, and however few of each prompt's blocks remain cached."""
+
+    @settings(max_examples=6, deadline=None, database=None, derandomize=True)
+    @given(
+        st.lists(st.integers(0, len(questions(arch)) - 1), min_size=3, max_size=6),
+        st.sampled_from([4, 8, 16]),
+        st.sampled_from([4, 8, 16]),
+        st.none() | st.integers(0, 12),
+    )
+    @example(list(range(len(questions(arch)))) * 2, 8, 4, None)
+    @example(list(range(len(questions(arch)))) * 2, 4, 4, 3)
+    def check(order, prefill_block, decode_block, kept_blocks):
+        language = served(arch).language
+        prefill = make_engine(
+            language, blocks=6400 // prefill_block, block_tokens=prefill_block, chunk_tokens=64
+        )
+        decode = make_engine(language, blocks=6400 // decode_block, block_tokens=decode_block)
+        seen = set()
+        for number in order:
+            answer, reused = hand_over(prefill, decode, arch, number)
+            request, _, _, expected = handed_over(arch)[number]
+            assert answer == expected
+            if kept_blocks is not None:
+                for engine in (prefill, decode):
+                    identities, _ = engine.prefix(request.token_ids, media_spans(request.features))
+                    engine.blocks.forget(identities[kept_blocks:])
+            elif number in seen:
+                assert reused == len(request.token_ids) // decode_block * decode_block
+            seen.add(number)
+
+    check()
+
+
+@pytest.mark.parametrize("arch", zoo.MODALITIES)
+def test_atomic_ranges_are_whole_prompts_or_runs_of_one_medium(arch):
+    """The identities of its blocks rely on this."""
+    language = served(arch).language
+    for request, layout, _, _ in handed_over(arch):
+        ranges = language.lower(request.token_ids, layout.media).atomic_ranges
+        if language.bidirectional_prompt:
+            assert ranges == [(0, len(request.token_ids))]
+        else:
+            runs = {(start, start + length) for start, length, _ in media_spans(request.features)}
+            assert set(ranges) <= runs
 
 
 @pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl", "gemma3"])

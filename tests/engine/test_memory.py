@@ -100,7 +100,7 @@ def test_what_a_step_takes_is_measured_without_weights_as_with_them(monkeypatch)
         assert measured <= activation_bytes(planned, **work) < 3 * measured, "it also counts attention scores"
         fused = activation_bytes(planned, kernel=fused_kernel, **work)
         assert 0 < fused < activation_bytes(planned, kernel=gpu_kernel, **work)
-        assert fused <= measured
+        assert fused <= 1.01 * measured, "on the meta device, masks select all rows"
     small = activation_bytes(real, chunk_tokens=16, max_sequences=4, **sizes)
     assert activation_bytes(real, chunk_tokens=128, max_sequences=4, **sizes) > 2 * small
     assert activation_bytes(real, chunk_tokens=16, max_sequences=64, **sizes) > 2 * small

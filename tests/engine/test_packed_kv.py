@@ -228,5 +228,6 @@ def test_as_many_blocks_fit_as_the_bytes_of_their_rows_allow(kv_dtype, row):
     layout = KvLayout(2, [2, 4], [64, 64], "float32").packed_as(kv_dtype)
     assert layout.bytes_per_token() == 2 * 6 * row
     pool = KvPool.of_bytes(layout, 10 * 8 * layout.bytes_per_token() + 1, 8, CPU)
-    assert pool.num_blocks == 10
-    assert sum(tensor.nbytes for tensor in (*pool.keys, *pool.values)) == 10 * 8 * layout.bytes_per_token()
+    assert pool.num_blocks == pool.zero_block == 10
+    num_bytes = sum(tensor.nbytes for tensor in (*pool.keys, *pool.values))
+    assert num_bytes == 11 * 8 * layout.bytes_per_token(), "a step's measurement includes the block of zeros"

@@ -355,7 +355,7 @@ def test_a_prefill_whose_kv_has_been_announced_is_never_preempted():
     assert local.num_tokens > 8
 
 
-def test_the_skipped_prefix_excludes_the_last_token_and_partial_atomic_ranges():
+def test_the_skipped_prefix_excludes_the_last_token_and_other_media():
     bench = Bench(prefix_cache=True)
     spans = [(6, 8, "cat")]
     bench.add("a", 16, spans=spans, atomic=[(6, 14)])
@@ -366,20 +366,34 @@ def test_the_skipped_prefix_excludes_the_last_token_and_partial_atomic_ranges():
     step = {}
     while len(step) < 4:
         step = {**bench.step(), **step}
-    assert step["same"][0] == 4
-    assert step["plain"][0] == 12
+    assert step["same"][0] == step["plain"][0] == 12
     assert step["other"][0] == 4
 
 
-@pytest.mark.parametrize(
-    ("atomic", "computed_from"), [((6, 12), 12), ((6, 13), 4), ((11, 13), 8), ((12, 16), 12), ((4, 8), 12)]
-)
-def test_a_cached_prefix_goes_as_far_as_no_atomic_range_is_cut(atomic, computed_from):
+def test_the_rest_of_a_partly_cached_atomic_range_is_one_piece():
+    """Whatever room a step has, unless it has other work."""
     bench = Bench(prefix_cache=True)
-    for name in ("first", "same"):
-        bench.add(name, 16, atomic=[atomic])
-        start, _ = bench.step()[name]
-    assert start == computed_from
+    spans, atomic = [(2, 36, "cat")], [(2, 38)]
+    first = bench.add("first", 40, spans=spans, atomic=atomic)
+    assert [bench.step()["first"] for _ in range(3)] == [(0, 2), (2, 38), (38, 40)]
+    bench.pool.forget(first.identities[3:])
+    bench.scheduler.remove(first)
+    bench.add("short", 3)
+    bench.add("same", 40, spans=spans, atomic=atomic)
+    assert bench.step() == {"short": (0, 3)}
+    assert bench.step() == {"short": (3, 4), "same": (12, 38)}
+
+
+def test_a_partly_cached_atomic_range_keeps_its_blocks_whatever_the_window():
+    bench = Bench(prefix_cache=True)
+    spans, atomic = [(4, 32, "cat")], [(4, 36)]
+    bench.add("first", 40, spans=spans, atomic=atomic)
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.window = 6
+    sequence = bench.add("same", 36, spans=spans, atomic=atomic)
+    bench.scheduler.schedule()
+    assert (sequence.computed, sequence.dropped) == (32, 1), "its last rows see the range from its beginning"
 
 
 def test_a_cached_medium_needs_no_feature():

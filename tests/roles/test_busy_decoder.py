@@ -52,6 +52,7 @@ class BusyEngine:
     """An engine that runs a command after a step of so many seconds; `asked` and `log` have the commands in order, before and after."""
 
     kv_layout = LAYOUT
+    bidirectional_prompt = False
 
     def __init__(self, step_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock

@@ -10,10 +10,11 @@ import pytest
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.tenants import new_key
-from mmd_workers.engine.memory.blocks import LeadingIdentities
+from mmd_workers.engine.memory.blocks import LeadingIdentities, prompt_root
 from mmd_workers.gateway.access.keys import KnownTenant
 from mmd_workers.gateway.placement.admission import Admission, FairAdmission
 from mmd_workers.gateway.placement.work import Size
+from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.wire.messages.every_pod import CacheReport
 from mmd_workers.wire.messages.prefill import GenerateRequest
 from support.harness.waiting import DEADLINE_SECONDS
@@ -44,13 +45,20 @@ def losing_the_first(code: str) -> Script:
     return lose_the_first
 
 
-async def test_it_names_how_many_tokens_the_pod_is_known_to_have_cached(launch: Launch) -> None:
+@pytest.mark.parametrize("bidirectional", [False, True])
+async def test_it_names_how_many_tokens_the_pod_is_known_to_have_cached(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, bidirectional: bool
+) -> None:
+    """Where all tokens of a prompt see one another, only those of the same prompt count."""
+    if bidirectional:
+        monkeypatch.setattr(Adapter, "bidirectional", "prompt")
     gateway = await launch()
     worker = await gateway.worker()
     await ask(gateway, LONG)
     (first,) = worker.requests
     assert first.cached_tokens == 0
-    identities = list(LeadingIdentities(first.token_ids, [], b"", BLOCK))[:3]
+    root = prompt_root(b"", first.token_ids, [], bidirectional=bidirectional)
+    identities = list(LeadingIdentities(first.token_ids, [], root, BLOCK))[:3]
     worker.prefix_number = 1
     await worker.bus.publish(
         gateway.subjects.prefix_report(worker.pod),
@@ -60,6 +68,9 @@ async def test_it_names_how_many_tokens_the_pod_is_known_to_have_cached(launch: 
         while worker.requests[-1].cached_tokens == 0:
             await ask(gateway, LONG)
     assert worker.requests[-1].cached_tokens == 3 * BLOCK
+    await ask(gateway, f"{LONG} Why?")
+    assert worker.requests[-1].token_ids[: 3 * BLOCK] == first.token_ids[: 3 * BLOCK]
+    assert worker.requests[-1].cached_tokens == (0 if bidirectional else 3 * BLOCK)
 
 
 @pytest.mark.parametrize(("limit", "here"), [(1000, True), (1, False), (0, False)])

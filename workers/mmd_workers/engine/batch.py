@@ -32,18 +32,18 @@ class Chunk:
 
 
 class Batch:
-    """A batch has rows of single tokens first (`num_single`), then chunks. Layers share one mask per window.
+    """A batch has single rows first (`num_single`, see `Work.is_single`), then chunks. Layers share one mask per window.
 
     `write_slots`: int64 [rows]. `block_table`: int32 [sequences, blocks], `context_lengths` and `query_starts` (cumulative): int32, over
     singles and chunks in row order.
     """
 
     def __init__(self, pool: KvPool, work: Items[Work]) -> None:
-        """`work` is in row order; items of one token come first."""
+        """`work` is in row order; single rows come first."""
         self.pool = pool
         device = pool.device
         lengths = [item.end - item.start for item in work]
-        self.num_single = sum(1 for length in lengths if length == 1)
+        self.num_single = sum(item.is_single for item in work)
         self.num_rows = sum(lengths)
         slots: list[int] = []
         starts = [0]
@@ -55,8 +55,7 @@ class Batch:
         self.last_rows = [start - 1 for start in starts[1:]]
         self.context_lengths = _to(device, [item.end for item in work], torch.int32)
         columns = -(-max(item.end for item in work) // pool.block_tokens)
-        rows = [item.sequence.blocks[:columns] for item in work]
-        self.block_table = _to(device, [row + [0] * (columns - len(row)) for row in rows], torch.int32)
+        self.block_table = _to(device, [self._table_row(item, columns) for item in work], torch.int32)
         self._work = work
         self._starts = starts
         self._chunks: list[Chunk] | None = None
@@ -65,6 +64,12 @@ class Batch:
         self._chunk_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         self._visible: dict[int | None, torch.Tensor] = {}
         self._step: StepStruct | None = None
+
+    def _table_row(self, item: Work, columns: int) -> list[int]:
+        """Return a sequence's blocks. The block of zeros stands for those it no longer holds, and fills the row."""
+        zero, sequence = [self.pool.zero_block], item.sequence
+        row = zero * sequence.dropped + sequence.blocks[sequence.dropped : columns]
+        return row + zero * (columns - len(row))
 
     def step(self) -> StepStruct:
         """Return this batch in the form that the CPU kernels read."""
@@ -105,13 +110,19 @@ class Batch:
         return ranges
 
     def single_slots(self) -> torch.Tensor:
-        """Return the slots of the single rows' contexts, padded: int64 [num_single, longest]."""
+        """Return the slots of the single rows' contexts, then slots of zeros: int64 [num_single, longest].
+
+        Attention multiplies what a mask excludes by 0, and NaN times 0 is NaN. So it must not read the rest of
+        a sequence's last block, where other sequences and rejected drafts have left KV of any value.
+        """
         if self._single_slots is None:
             size, device = self.pool.block_tokens, self.pool.device
             longest = max(item.end for item in self._work[: self.num_single])
             table = self.block_table[: self.num_single, : -(-longest // size)].long()
             grid = table[:, :, None] * size + torch.arange(size, device=device)
-            self._single_slots = grid.flatten(1)[:, :longest]
+            slots = grid.flatten(1)[:, :longest]
+            within = torch.arange(longest, device=device) < self.context_lengths[: self.num_single, None]
+            self._single_slots = torch.where(within, slots, self.pool.zero_block * size)
         return self._single_slots
 
     def single_mask(self, window: int | None) -> torch.Tensor:

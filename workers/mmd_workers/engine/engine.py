@@ -22,7 +22,7 @@ from mmd_workers.engine.choosing.drafts import Drafts, PromptLookup
 from mmd_workers.engine.choosing.logit_rules import RuleState, rule_state
 from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import EngineStats, SamplingParams, SequenceInput, StepOutput
-from mmd_workers.engine.memory.blocks import BlockPool, MediaSpan, extend_identities
+from mmd_workers.engine.memory.blocks import BlockPool, MediaSpan, extend_identities, prompt_root
 from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.memory.sequence_room import check_fits, check_spare, preempted
@@ -128,6 +128,7 @@ class Engine:
         self._check_fits(
             len(prompt.token_ids), 1 if item.stop_after_prefill else remaining_tokens, companion_tokens
         )
+        prompt_tokens = prompt.token_ids[: len(prompt.token_ids) - len(item.output_token_ids)]
         sequence = Sequence(
             sequence_id=item.sequence_id,
             arrival=self._next_arrival(),
@@ -139,11 +140,9 @@ class Engine:
             prompt=prompt,
             arrived=item.arrived,
             num_outputs=len(item.output_token_ids),
-            rules=self._rules(
-                sampling, prompt.token_ids[: len(prompt.token_ids) - len(item.output_token_ids)]
-            ),
+            rules=self._rules(sampling, prompt_tokens),
             stop_after_prefill=item.stop_after_prefill,
-            root=item.root,
+            root=self._root(item.root, prompt_tokens, item.media_spans),
             identities=list(item.identities),
             constraint=item.constraint,
             prompt_logprobs={} if sampling.prompt_logprobs and not item.output_token_ids else None,
@@ -156,9 +155,14 @@ class Engine:
         self.scheduler.add(sequence)
 
     def prefix(
-        self, token_ids: Items[int], media_spans: Items[MediaSpan], root: bytes = b""
+        self,
+        prompt_token_ids: Items[int],
+        media_spans: Items[MediaSpan],
+        root: bytes = b"",
+        output_token_ids: Items[int] = (),
     ) -> tuple[list[bytes], int]:
-        """Return the identities of a prompt's full blocks, and how many of its tokens the prefix cache holds now.
+        """Return the identities of a prompt's and its outputs' full blocks, and how many of these tokens the prefix
+        cache holds now.
 
         Changes nothing. `root`: see `SequenceInput`. The last token is never cached: it must be computed.
         Cached blocks may be evicted before the prompt is added and admitted; `StepOutput.admitted` reports
@@ -167,6 +171,8 @@ class Engine:
         if not self.scheduler.prefix_cache:
             return [], 0
         size, identities = self.blocks.block_tokens, list[bytes]()
+        token_ids = [*prompt_token_ids, *output_token_ids]
+        root = self._root(root, prompt_token_ids, media_spans)
         extend_identities(identities, token_ids, media_spans, size, (len(token_ids) - 1) // size, root)
         return identities, len(self.blocks.find(identities)) * size
 
@@ -340,7 +346,7 @@ class Engine:
             blocks=reservation.blocks,
             registered=reservation.shared,
             constraint=constraint,
-            root=root,
+            root=self._root(root, token_ids, media_spans),
             engine_failures=engine_failures,
             guidance_scale=1.0 if guidance is None else guidance.scale,
             companion=companion,
@@ -480,8 +486,12 @@ class Engine:
             media_spans=[],
             prompt=prompt,
             num_outputs=len(output_token_ids),
-            root=root,
+            root=self._root(root, guidance.token_ids, []),
         )
+
+    def _root(self, root: bytes, prompt_token_ids: Items[int], media_spans: Items[MediaSpan]) -> bytes:
+        bidirectional = self.model.bidirectional_prompt
+        return prompt_root(root, prompt_token_ids, media_spans, bidirectional=bidirectional)
 
     def _rules(self, sampling: SamplingParams, prompt: Items[int]) -> RuleState | None:
         return rule_state(sampling, eos_of(self.model, sampling) | sampling.stop_token_ids, prompt)

@@ -45,8 +45,8 @@ class SequenceInput:
     `stop_after_prefill`: the engine samples one token, keeps the KV blocks until `abort`, and reports
     completed ranges as `KvReady`. `output_token_ids`: tokens already generated elsewhere. They are prefilled
     with the prompt, and `prompt` covers them too. `constraint`: the grammar that the answer must match. It
-    has advanced over `output_token_ids`, and now belongs to the engine. `root`: parent identity of the first
-    block (`blocks.root_of`). `guidance`: runs a companion with this sequence. The companion's prompt ends
+    has advanced over `output_token_ids`, and now belongs to the engine. `root`: stands for those who share the
+    blocks (`blocks.root_of`). `guidance`: runs a companion with this sequence. The companion's prompt ends
     with the same output tokens, and it counts as a second sequence. `engine_failures`: engines that failed in
     a step of this request before.
     """

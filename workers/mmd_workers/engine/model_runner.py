@@ -38,7 +38,7 @@ class ModelRunner:
         """
         self.num_runs += 1
         pieces = sorted(
-            (piece for item in work for piece in item.in_rows()), key=lambda p: p.end - p.start > 1
+            (piece for item in work for piece in item.in_rows()), key=lambda piece: not piece.is_single
         )
         batch = Batch(self._kv, pieces)
         last_row = {id(piece): row for piece, row in zip(pieces, batch.last_rows, strict=True)}

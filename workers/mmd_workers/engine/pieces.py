@@ -36,6 +36,13 @@ class Work:
         """True if this step yields the logits of the next token."""
         return self.end - len(self.drafts) == self.sequence.num_tokens
 
+    @property
+    def is_single(self) -> bool:
+        """True for one row that sees the tokens up to its own, and no atomic range around it."""
+        if self.end - self.start != 1:
+            return False
+        return not any(start <= self.start < stop for start, stop in self.sequence.atomic_ranges)
+
     def in_rows(self) -> list[Work]:
         """Return the pieces that get rows in the batch."""
         if self.companion is None:
@@ -123,8 +130,8 @@ class Pieces:
 def _end(sequence: Sequence, room: int, least: int, longest: int | None) -> int:
     """Return how far `room` tokens prefill a sequence.
 
-    Fewer than `least` tokens run only if nothing computable remains after them. An atomic range that exceeds
-    `room` runs if it has at most `longest` tokens; None: whatever its length.
+    Fewer than `least` tokens run only if nothing computable remains after them. What is left of an atomic range
+    and exceeds `room` runs if it has at most `longest` tokens; None: whatever its length.
     """
     limit = sequence.computable_until()
     end = min(limit, sequence.computed + room)
@@ -134,7 +141,8 @@ def _end(sequence: Sequence, room: int, least: int, longest: int | None) -> int:
         if start < end < stop:
             if start > sequence.computed:
                 return start
-            return stop if longest is None or stop - start <= longest else start
+            fits = longest is None or stop - sequence.computed <= longest
+            return stop if fits else sequence.computed
     return end
 
 

@@ -179,10 +179,11 @@ def _run_largest_step(
 ) -> int:
     """Run the largest step, and return the largest number of heads of a layer.
 
-    All sequences share one block: only the amount that they read matters, not the content.
+    All sequences use the pool's block of zeros: only the amount that they read matters, not the content. An
+    engine's pool has such a block too, beside the blocks that the KV pool's size is divided into.
     """
     device = model.device
-    pool = KvPool(model.kv_layout.packed_as(kv_dtype), 1, block_tokens, device)
+    pool = KvPool(model.kv_layout.packed_as(kv_dtype), 0, block_tokens, device)
     chosen, ran = kernel or attention.select_kernel(model.kv_layout, device), dict[int, int]()
 
     def counting_kernel(
@@ -240,5 +241,5 @@ def _costliest_draws(model: LanguageModel, count: int, prompt_tokens: int) -> li
 
 
 def _sequence(tokens: int, block_tokens: int) -> Sequence:
-    blocks = [0] * -(-tokens // block_tokens)
+    blocks = [0] * -(-tokens // block_tokens)  # the number of the block of zeros in a pool of no other blocks
     return Sequence("profile", 0, [], 0, 0, SamplingParams(max_tokens=1), [], None, blocks=blocks)

@@ -211,6 +211,20 @@ class Scheduler:
             self._hash_until(part, part.registered)
             self.pool.forget(part.identities[: part.registered])
 
+    def restart_uncached(self, sequence: Sequence) -> bool:
+        """Queue a running sequence to be computed again without cached blocks. False: it had none, or cannot be.
+
+        It cannot without its prompt, or where a peer has been told of its KV.
+        """
+        shares = any(part.shared for part in sequence.parts)
+        if not shares or sequence.prompt is None or sequence.announced:
+            return False
+        for part in sequence.parts:
+            part.avoids_cache = True
+        self._withdraw(sequence)
+        self.add(sequence)
+        return True
+
     def finish_drafts(self, work: Work, accepted: int) -> None:
         """Record how many of the drafts of `work` the model sampled too."""
         if self.drafts is not None and work.sequence.lookup is not None:
@@ -342,21 +356,15 @@ class Scheduler:
         return True
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Return cached leading blocks: never all known tokens (the last must be computed), never part of an atomic range.
+        """Return cached leading blocks, never those of all known tokens: the last must be computed.
 
         Empty where log probabilities of the prompt are requested: no block has them.
         """
-        if not self.prefix_cache or sequence.prompt_logprobs is not None:
+        if not self.prefix_cache or sequence.prompt_logprobs is not None or sequence.avoids_cache:
             return []
-        size = self.pool.block_tokens
-        most_blocks = (sequence.num_tokens - 1) // size
+        most_blocks = (sequence.num_tokens - 1) // self.pool.block_tokens
         self._hash_until(sequence, most_blocks)
-        cached = self.pool.find(sequence.identities[:most_blocks])
-        keep = len(cached)
-        for start, stop in reversed(sequence.atomic_ranges):
-            if start < keep * size < stop:
-                keep = start // size
-        return cached[:keep]
+        return self.pool.find(sequence.identities[:most_blocks])
 
     def _hash_until(self, sequence: Sequence, full_blocks: int) -> None:
         extend_identities(
@@ -409,11 +417,12 @@ class Scheduler:
     def _out_of_window(self, sequence: Sequence) -> int:
         """Return how many leading blocks lie before the window of the next token; later windows begin no earlier.
 
-        Neither a cached prefix nor a chunk ends inside an atomic range, whose rows see all of it.
+        The rows of an atomic range see all of it. A chunk never ends inside one; a cached prefix may.
         """
         if self.window is None or sequence.stop_after_prefill:
             return 0
-        first = max(0, sequence.computed + 1 - self.window)
+        seen = (start for start, stop in sequence.atomic_ranges if start < sequence.computed < stop)
+        first = min([max(0, sequence.computed + 1 - self.window), *seen])
         return min(first // self.pool.block_tokens, len(sequence.blocks) - 1)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
@@ -432,14 +441,18 @@ class Scheduler:
             self.pool.touch(part.identities[: part.dropped])  # they were released before the later blocks
             part.blocks, part.dropped = [], 0
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take all KV from a running sequence, which keeps its tokens."""
         self.running.remove(sequence)
         self._release(sequence)
         for part in sequence.parts:
-            part.computed = part.registered = 0
-        self.preemptions += 1
+            part.computed = part.registered = part.shared = 0
         if sequence.rules is not None:
             sequence.rules.leave_device()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._withdraw(sequence)
+        self.preemptions += 1
         if sequence.prompt is None:
             sequence.state = SequenceState.HELD
             self.preempted.append(sequence)

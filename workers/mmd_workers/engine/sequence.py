@@ -53,10 +53,11 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)  # by position; it does not own the first `dropped`
     dropped: int = 0  # leading blocks that left every layer's window
     shared: int = 0  # leading blocks that were cached at admission
-    root: bytes = b""  # see `blocks.root_of`
+    root: bytes = b""  # see `blocks.prompt_root`
     identities: list[bytes] = field(default_factory=list)  # identities of the leading full blocks
     registered: int = 0  # leading blocks offered to the prefix cache
     admitted: bool = False  # now, or before a preemption
+    avoids_cache: bool = False  # no cached block is used for it: one may have had bad KV
     computed: int = 0
     waited_steps: int = 0
     overtaken: int = 0  # admissions of other sequences past this one while it did not fit
@@ -111,8 +112,7 @@ class Sequence:
     def drop_blocks(self, until: int) -> list[int]:
         """Give up the leading blocks before index `until`, and return those that were still held.
 
-        The first remaining block takes their places in `blocks`: attention that reads whole contexts must
-        find some numbers there.
+        The first remaining block takes their places in `blocks`, so that the others keep theirs.
         """
         given_up = self.blocks[self.dropped : until]
         if given_up:

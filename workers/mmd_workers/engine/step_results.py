@@ -33,9 +33,14 @@ class StepResults:
     def finish(self, item: Work, results: list[Sampled | None], output: StepOutput) -> None:
         """Report an item's accepted drafts, and the token after them. The KV of rejected drafts is overwritten later."""
         sequence, known_end, accepted = item.sequence, item.end - len(item.drafts), 0
+        if item.drafts and None in results:
+            # The cause may be a draft, which is only a guess: later steps compute this sequence without drafts.
+            results, sequence.lookup = results[: results.index(None)], None
+            if not results:
+                return
         self._scheduler.finish_chunk(Work(sequence, item.start, known_end, companion=item.companion))
         self._report(Work(sequence, item.start, known_end), results[0] if results else None, output)
-        for draft, result in zip(item.drafts, results[1:], strict=True):
+        for draft, result in zip(item.drafts, results[1:], strict=False):
             if sequence.sequence_id not in self._table.sequences or sequence.token_ids[-1] != draft:
                 break
             accepted += 1
@@ -53,8 +58,11 @@ class StepResults:
                 output.failed.append((sequence.sequence_id, failure))
                 return
             if result is None:
-                # The cause may be in the KV of these blocks: no other sequence must find them.
+                # The cause may be in the KV of these blocks: no other sequence must find them. It may be the
+                # fault of a sequence that computed some of them and has not sampled a token yet.
                 self._scheduler.forget(sequence)
+                if self._scheduler.restart_uncached(sequence):
+                    return
                 self._table.abort(sequence.sequence_id)
                 output.failed.append(
                     (

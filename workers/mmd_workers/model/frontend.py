@@ -64,6 +64,7 @@ class HfFrontend:
         self.longest_token_characters = max(map(len, tokenizer.get_vocab()))
         self.modalities: frozenset[Modality] = adapter.modalities(processor) if processor else frozenset()
         self.takes_sound_of_videos = adapter.interleaves_sound and {"video", "audio"} <= self.modalities
+        self.bidirectional_prompt = adapter.bidirectional == "prompt"
         self.grammars = Grammars(lambda: tokenizer, self.vocab_size, eos_token_ids)
         self._adapter = adapter
         self._processor = processor

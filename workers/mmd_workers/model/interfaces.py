@@ -44,6 +44,7 @@ class Frontend(Protocol):
     modalities: frozenset[Modality]
     takes_sound_of_videos: bool
     placeholder_ids: frozenset[int]
+    bidirectional_prompt: bool
     grammars: Grammars
 
     @property
@@ -166,6 +167,7 @@ class LanguageModel(Protocol):
     vocab_size: int
     max_model_len: int
     position_axes: int  # 1 or 3
+    bidirectional_prompt: bool  # all tokens of a prompt see one another
     eos_token_ids: frozenset[int]
     suppress_token_ids: tuple[int, ...]  # placeholders, never to be sampled
     device: torch.device

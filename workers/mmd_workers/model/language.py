@@ -40,6 +40,7 @@ class HfLanguageModel:
         self.max_model_len = int(text.max_position_embeddings)
         self.kv_layout = _kv_layout(self.decoder, text, dtype)
         self.position_axes = 1 if rope_index(model) is None else 3
+        self.bidirectional_prompt = adapter.bidirectional == "prompt"
         self._adapter = adapter
         self._head = model.get_output_embeddings()
         self._table = self.decoder.get_input_embeddings()

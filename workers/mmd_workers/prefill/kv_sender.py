@@ -29,7 +29,7 @@ from mmd_api.spec.transfer import KvWireFormat
 from mmd_workers.basics.backoff import Backoff
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.basics.limited_log import RateLimitedLog
-from mmd_workers.engine.memory.blocks import leading_identities, root_of
+from mmd_workers.engine.memory.blocks import leading_identities, prompt_root, root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
@@ -83,11 +83,17 @@ class KvReservation:
     link: asyncio.Task[PairLink]
 
 
-def prefix_of(request: GenerateRequest, block_tokens: int) -> list[bytes]:
-    """Identities of the leading whole blocks of the request's tokens, prompt and output."""
-    tokens = [*request.token_ids, *request.output_token_ids]
+def prefix_of(
+    request: GenerateRequest, block_tokens: int, *, bidirectional_prompt: bool = False
+) -> list[bytes]:
+    """Identities of the leading whole blocks of the request's tokens, prompt and output.
+
+    `bidirectional_prompt`: see `SequenceEngine`.
+    """
+    tokens, spans = [*request.token_ids, *request.output_token_ids], media_spans(request.features)
     root = root_of(request.adapter, request.cache_salt)
-    return leading_identities(tokens, media_spans(request.features), root, block_tokens)
+    root = prompt_root(root, request.token_ids, spans, bidirectional=bidirectional_prompt)
+    return leading_identities(tokens, spans, root, block_tokens)
 
 
 class KvSender:
@@ -152,7 +158,10 @@ class KvSender:
         """Do the work of `reserve`; `queued` collects the pods that keep a place in their queue for this request."""
         reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
         unable: dict[str, MmdError] = {}
-        prefix = prefix_of(request, self._block_tokens) if self._block_tokens else []
+        prefix: list[bytes] = []
+        if self._block_tokens:
+            bidirectional = self._engine.bidirectional_prompt
+            prefix = prefix_of(request, self._block_tokens, bidirectional_prompt=bidirectional)
         while self._clock.unix() < request.deadline:
             ready_pods = self._incarnations()
             if not ready_pods:

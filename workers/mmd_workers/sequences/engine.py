@@ -44,6 +44,11 @@ class SequenceEngine(ABC):
 
     @property
     @abstractmethod
+    def bidirectional_prompt(self) -> bool:
+        """Whether all tokens of a prompt see one another, so that the KV of each block depends on the whole prompt."""
+
+    @property
+    @abstractmethod
     def keeps_features(self) -> bool:
         """Whether a sequence keeps its features to its end.
 

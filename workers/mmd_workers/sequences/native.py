@@ -55,6 +55,11 @@ class NativeEngine(SteppedEngine):
         return True
 
     @property
+    def bidirectional_prompt(self) -> bool:
+        """A property of the model."""
+        return self._model.bidirectional_prompt
+
+    @property
     def kv_layout(self) -> KvLayout:
         """The layout of the KV pool."""
         return self._kv_layout
@@ -65,9 +70,10 @@ class NativeEngine(SteppedEngine):
 
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
         """Hash the prompt's blocks, once: `add` uses the same hashes."""
-        token_ids, spans = [*request.token_ids, *request.output_token_ids], media_spans(request.features)
-        root = _root_of(request)
-        identities, cached = await self._runner.look(lambda engine: engine.prefix(token_ids, spans, root))
+        spans, root = media_spans(request.features), _root_of(request)
+        identities, cached = await self._runner.look(
+            lambda engine: engine.prefix(request.token_ids, spans, root, request.output_token_ids)
+        )
         self._identities[sequence] = identities
         return cached
 

@@ -61,6 +61,11 @@ class VllmEngine(SteppedEngine):
         self._feature_row_bytes = feature_row_bytes
 
     @property
+    def bidirectional_prompt(self) -> bool:
+        """False: vLLM computes text causally, also where a model does not. Only the tokens of one medium see one another."""
+        return False
+
+    @property
     def keeps_features(self) -> bool:
         """False: features are released with the next token, and no memory is reserved for those of decoding sequences."""
         return False

@@ -55,6 +55,17 @@ def root_of(adapter: str, salt: str) -> bytes:
     return hashlib.blake2b(words.encode(), digest_size=16).digest()
 
 
+def prompt_root(
+    root: bytes, token_ids: Sequence[int], media_spans: Sequence[MediaSpan], *, bidirectional: bool
+) -> bytes:
+    """Return the parent identity of the first block of the prompt `token_ids`. `root`: see `root_of`.
+
+    `bidirectional`: all tokens of a prompt see one another (`LanguageModel.bidirectional_prompt`). The KV of
+    each block then depends on the whole prompt, and only the same prompts share blocks.
+    """
+    return block_hash(root + b"prompt", token_ids, 0, media_spans) if bidirectional else root
+
+
 def extend_identities(
     identities: list[bytes],
     token_ids: Sequence[int],
@@ -63,7 +74,12 @@ def extend_identities(
     full_blocks: int,
     root: bytes = b"",
 ) -> None:
-    """Append identities of the next full blocks of `token_ids`, until there are `full_blocks`. `root`: see `root_of`."""
+    """Append identities of the next full blocks of `token_ids`, until there are `full_blocks`.
+
+    `root`: see `prompt_root`. An identity stands for all that the KV of its block depends on, so any number of
+    leading blocks may be shared, of an atomic range too: such a range is the whole prompt, which is in the
+    root, or a run of one medium, of which each block has the feature and the length.
+    """
     spans_of: dict[int, list[MediaSpan]] = {}
     for span in media_spans:
         first, last = span[0] // block_tokens, (span[0] + span[1] - 1) // block_tokens
@@ -77,7 +93,7 @@ def extend_identities(
 
 
 class LeadingIdentities(Iterable[bytes]):
-    """Identities of a prompt's leading full blocks, at most `MAX_NAMED_BLOCKS`. `root`: see `root_of`.
+    """Identities of a prompt's leading full blocks, at most `MAX_NAMED_BLOCKS`. `root`: see `prompt_root`.
 
     They are computed once, as far as they are read.
     """

@@ -17,8 +17,9 @@ from mmd_workers.model.prompt import KvLayout
 class KvPool:
     """Keys and values of every layer.
 
-    `keys[layer]` and `values[layer]` are [blocks, block_tokens, kv_heads, head_dim]. In a packed layout they
-    are uint8, with the bytes of a row in place of `head_dim`. KV moves between pools of any block size in the
+    `keys[layer]` and `values[layer]` are [blocks + 1, block_tokens, kv_heads, head_dim]. In a packed layout they
+    are uint8, with the bytes of a row in place of `head_dim`. The last block, `zero_block`, is never written and
+    belongs to no sequence: attention reads it in place of tokens that a row does not see. KV moves between pools of any block size in the
     canonical layout: a list with one contiguous [2, tokens, kv_heads, head_dim] tensor per layer (keys
     first).
     """
@@ -30,7 +31,7 @@ class KvPool:
         self.device = device
         dtype: torch.dtype = getattr(torch, layout.dtype)
         shapes = [
-            (num_blocks, block_tokens, heads, dim)
+            (num_blocks + 1, block_tokens, heads, dim)
             for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
         ]
         self.keys, self.values = (
@@ -38,9 +39,16 @@ class KvPool:
             for _ in range(2)
         )
 
+    @property
+    def zero_block(self) -> int:
+        """Number of the block of zeros."""
+        return self.num_blocks
+
     @classmethod
     def of_bytes(cls, layout: KvLayout, num_bytes: int, block_tokens: int, device: torch.device) -> KvPool:
         """Make a pool of as many blocks as fit into `num_bytes`.
+
+        The block of zeros comes on top: `profile.activation_bytes` includes it.
 
         Raises:
             CapacityError: not one block fits.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mmd_workers.engine.memory.blocks import root_of
+from mmd_workers.engine.memory.blocks import prompt_root, root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.gateway.answers.answer_part import AnswerPart
 from mmd_workers.gateway.answers.answer_shape import AnswerShape
@@ -102,7 +102,13 @@ class Choices:
             cache_salt=gateway.cache_salt(request.cache_salt, exchange.tenant),
             guidance=prepared.guidance,
         )
-        root = root_of(spec.adapter, spec.cache_salt)
+        spans = media_spans(spec.features)
+        root = prompt_root(
+            root_of(spec.adapter, spec.cache_salt),
+            spec.token_ids,
+            spans,
+            bidirectional=gateway.frontend.bidirectional_prompt,
+        )
         route = RouteRequest(
             request_id=spec.request_id,
             num_tokens=len(spec.token_ids),
@@ -113,7 +119,7 @@ class Choices:
                 for f in prepared.features
             ),
             encoders_first=index > 0,  # one prefill pod is enough to encode the media that all choices share
-            prefix=gateway.prefix_index.prefix_of(spec.token_ids, media_spans(spec.features), root),
+            prefix=gateway.prefix_index.prefix_of(spec.token_ids, spans, root),
         )
         return spec, route
 
