@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.sampling import Guidance
 from mmd_workers.engine.interface import SamplingParams, SequenceInput
-from support.oracles import model_zoo as zoo
 from mmd_workers.features.references import media_spans
 from mmd_workers.prefill.kv_sender import prefix_of
 from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest
+from support.oracles import model_zoo as zoo
 from support.oracles import random_model
 from support.oracles.engine_oracle import Outcome, make_engine, run
 
