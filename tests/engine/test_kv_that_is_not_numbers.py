@@ -177,7 +177,7 @@ def test_a_cached_prefix_spoiled_by_another_prompt_costs_no_answer(kernel, cance
         failed += [name for name, _ in output.failed]
         cached += [output.admitted["good"]] if "good" in output.admitted else []
     assert tokens == answers[1][:limit]
-    assert failed == [] if cancelled else ["bad"]
+    assert failed == ([] if cancelled else ["bad"])
     assert cached == [40, 0]
     engine.abort("good")
     assert engine.stats().blocks_free == engine.stats().blocks_total

@@ -149,7 +149,7 @@ class EncodePipeline:
         self._processing: dict[object, float] = {}  # start by medium (time.monotonic)
 
     def _count_busy(self, stage: EncodeStage, seconds: float) -> None:
-        self._metrics.encode_busy.labels(stage.name).inc(seconds / stage.servers)
+        self._metrics.encode_busy.labels(stage.name).inc(seconds / (stage.servers + stage.spare))
 
     @property
     def processing_seconds(self) -> float:
