@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -219,9 +220,14 @@ async def test_a_waiting_chunk_is_refused_once_its_lease_has_ended(
     released, subject_of_releases = KvRelease("r", 0, grant.lease_id), offering.prefill.subjects.kv_release
     await offering.prefill.request(subject_of_releases("decode-0"), released, Acknowledged, timeout=30)
     offering.service._links.over.set()
-    for announced in (chunk, chunk, replace(chunk, sequence=1, start=4, first_tag=1)):
+
+    async def is_refused(announced: KvChunk) -> bool:
         with pytest.raises(LeaseError, match="offer the request again"):
             await offering.prefill.request(subject, announced, Acknowledged, timeout=DEADLINE_SECONDS)
+        return True
+
+    for announced in (chunk, chunk, replace(chunk, sequence=1, start=4, first_tag=1)):
+        await until(partial(is_refused, announced), retried=(OverloadedError,))
     assert readers_of("prefill-0") == ["kv-from-prefill-0@0"], "the link is in order"
     assert offering.service._unwritten == 0
 

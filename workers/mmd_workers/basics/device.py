@@ -40,7 +40,8 @@ def chosen_device(gpus: int, pool: PoolName) -> torch.device:
 def check_device(error: BaseException, device: torch.device) -> None:
     """Find out whether `error` leaves the device usable. Most CUDA errors do not: after an illegal access every later call fails.
 
-    The device's own error may be the cause of `error`.
+    A CUDA device is asked whatever the error is, since code may raise another one while it handles the device's own. On other devices,
+    the device's own error may be the cause of `error`.
 
     Raises:
         DeviceLostError: the device is not usable; only a new process can use it again.
@@ -50,9 +51,9 @@ def check_device(error: BaseException, device: torch.device) -> None:
         cause = cause.__cause__
     if isinstance(cause, DeviceLostError):
         raise cause
-    if not isinstance(cause, RuntimeError) or isinstance(cause, torch.OutOfMemoryError):
+    if isinstance(cause, torch.OutOfMemoryError):
         return
-    reason = _first_line(cause)
+    reason = _first_line(cause) if isinstance(cause, RuntimeError) else ""
     if isinstance(cause, torch.AcceleratorError) and device.type != "cuda":
         raise _lost(device, reason) from error
     if device.type != "cuda":

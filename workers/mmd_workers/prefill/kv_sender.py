@@ -310,6 +310,7 @@ class KvSender:
             PeerLostError, DeadlineError: it is unknown whether the decoder accepted the sequence: only a new attempt is safe.
         """
         failed: list[str] = []
+        tries = 0
         while True:
             committed = False
             try:
@@ -318,10 +319,12 @@ class KvSender:
                 return
             except (LeaseError, LinkError, OverloadedError) as error:
                 self._metrics.transfer_failures.labels("kv", error.code).inc()
-                failed.append(reservation.pod)
-                if len(failed) == MAX_TRIES or not error.retryable:
+                tries += 1
+                if tries == MAX_TRIES or not error.retryable:
                     raise
                 lease_ended = isinstance(error, LeaseError)
+                if not lease_ended:  # otherwise the pod is in order, and may have a prefix of it
+                    failed.append(reservation.pod)
                 log.warning(
                     "handover of %s to %s failed, retrying: %s",
                     sequence,

@@ -33,6 +33,7 @@ class PoolScheduler(Scheduler):
         self._short = self.max_num_scheduled_tokens // 2
         self._longest_run = 0  # tokens of the longest run of a medium so far that must not be cut
         self._due: Request | None = None  # long prompt that found no room in the last step
+        self._in_vain = False  # the last step left room, and nothing that waits could use it
 
     def check_media(self, request: Request) -> None:
         """Check that each run of a medium fits into a step, if it must.
@@ -69,7 +70,8 @@ class PoolScheduler(Scheduler):
         long = [request for request in self.running if tokens[request] > self._short]
         postponed: list[Request] = []
         self._set_threshold(self._own_threshold)
-        if long and len(self.running) < self.max_num_active_reqs:
+        before, makes_room = set(self.running), len(self.running) < self.max_num_active_reqs
+        if long and makes_room and not self._in_vain:
             decodes = sum(1 + len(request.spec_token_ids) for request in self.running if tokens[request] == 1)
             postponed = self._make_room(long, self.max_num_scheduled_tokens - decodes)
         try:
@@ -77,6 +79,8 @@ class PoolScheduler(Scheduler):
         finally:
             for request in postponed:
                 self.waiting.add_request(request)
+        left_room = self.scheduler_config.long_prefill_token_threshold != self._own_threshold
+        self._in_vain = left_room and before.issuperset(self.running)
         self._due = long[0] if long and long[0].request_id not in plan.num_scheduled_tokens else None
         return plan
 

@@ -313,8 +313,10 @@ class Dispatcher:
         if entry.open:
             sequence.held_at = now = self._clock.unix()
             sequence.state.held_by(pod)
-            lacks_tokens = entry.tokens > sequence.state.num_tokens
-            sequence.lacks_tokens_since = (sequence.lacks_tokens_since or now) if lacks_tokens else None
+            if entry.tokens > sequence.state.num_tokens:
+                sequence.lacks_tokens_since = sequence.lacks_tokens_since or now
+            elif pod == sequence.state.certain_holder():  # the pod that it comes from may report it longer
+                sequence.lacks_tokens_since = None
         return sequence.state.num_tokens
 
     async def _reconnected(self) -> None:
