@@ -5,8 +5,11 @@ should, and within seconds no pod holds anything for it.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
+import json
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +28,7 @@ from mmd_workers.wire import messages
 from mmd_workers.wire.server import NatsServer
 from support.harness.promises import promise
 from support.harness.waiting import wait_until
-from support.serving.held import held, workers
+from support.serving.held import held, load_of, workers
 from support.serving.local_deployment import Deployment, write
 
 from . import redundant
@@ -92,21 +95,55 @@ def ask_new_questions(deployment: Deployment) -> None:
     redundant.assert_answered(deployment, *asked)
 
 
-def leave_in_the_middle(deployment: Deployment, seconds: float = 0.5) -> None:
-    """The prompt takes many steps of prefill, and the client leaves during one of them or soon after."""
+def long_question() -> dict[str, Any]:
+    """The body of a request whose prompt takes many steps of prefill."""
     text = f"{next(_seeds)} " + "Tell me about the red circle and the blue square. " * 60
-    body = {
+    return {
         "model": redundant.MODEL,
         "messages": [{"role": "user", "content": text}],
         "max_tokens": 1500,
         "ignore_eos": True,
     }
+
+
+def leave_in_the_middle(deployment: Deployment) -> None:
+    """The client leaves during the prefill, or soon after."""
     with contextlib.suppress(httpx.TimeoutException):
         httpx.post(
             f"{deployment.gateway_url}/v1/chat/completions",
-            json=body,
-            timeout=httpx.Timeout(30, read=seconds),
+            json=long_question(),
+            timeout=httpx.Timeout(30, read=0.5),
         )
+
+
+def leave_while_blocks_are_reserved(deployment: Deployment) -> None:
+    """The client leaves while the decode worker has reserved blocks and stands still: the prefill worker gives them back."""
+    (prefill,), (decode,) = deployment.pods("prefill"), deployment.pods("decode")
+    gateway = httpx.URL(deployment.gateway_url)
+    connection = http.client.HTTPConnection(gateway.host, gateway.port or 80, timeout=30)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(long_question()),
+            {"content-type": "application/json"},
+        )
+        wait_until(
+            lambda: (
+                load_of(deployment, decode).get("kv_blocks_reserved")
+                or select.select([connection.sock], [], [], 0)[0]
+            ),
+            "blocks are reserved, or the answer is there",
+            pause_seconds=0.005,
+        )
+        redundant.send(deployment, decode, signal.SIGSTOP)
+    try:
+        wait_until(
+            lambda: not load_of(deployment, prefill).get("prefill_waiting_requests"),
+            "the prefill worker has forgotten the request",
+        )
+    finally:
+        redundant.send(deployment, decode, signal.SIGCONT)
 
 
 def ask_about_a_broken_picture(deployment: Deployment) -> None:
@@ -169,7 +206,7 @@ def ask_again_at_the_other_gateway(deployment: Deployment) -> None:
 
 PROVOKED_BY: dict[type, Callable[[Deployment], None]] = {
     messages.prefill.Cancel: leave_in_the_middle,
-    messages.decode.KvRelease: leave_in_the_middle,
+    messages.decode.KvRelease: leave_while_blocks_are_reserved,
     messages.gateway.RequestFailed: ask_about_a_broken_picture,
     messages.prefill.EncodeFailed: ask_about_a_broken_picture,
     messages.encoder.EncodeTaken: ask_again_after_a_restart,
@@ -185,15 +222,8 @@ PROVOKED_BY: dict[type, Callable[[Deployment], None]] = {
 
 def provoke(deployment: Deployment, proxy: LossyProxy, kind: type) -> None:
     """Until a message of this kind has come by: some depend on the moment."""
-    seconds = 0.1
-    end = time.monotonic() + 120
     while not proxy.struck.is_set():
-        assert time.monotonic() < end, f"no {kind.__name__} was sent"
-        if kind is messages.decode.KvRelease:
-            leave_in_the_middle(deployment, seconds)
-            seconds = 0.1 if seconds > 1.0 else seconds + 0.07
-        else:
-            PROVOKED_BY.get(kind, ask_new_questions)(deployment)
+        PROVOKED_BY.get(kind, ask_new_questions)(deployment)
         proxy.struck.wait(2.0)
 
 
