@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -279,7 +280,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a forced tool of none": ({"tool_choice": {"type": "any"}}, "tool_choice: any needs tools"),
     "an unknown tool": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: no tool has the name 'f'"),
     "a choice without name": ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice: type tool requires name"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: this model's chat template and tokenizer have no markers of reasoning"),
+    "another kind of thinking": ({"thinking": {"type": "enable"}}, "thinking.type: Input should be 'enabled', 'disabled', 'adaptive' or 'between_tools'"),
+    "thinking with a typo": ({"thinking": {"type": "adaptive", "budget": 1}}, "unknown field thinking.budget; remove it"),
+    "a compaction": (
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        "context_management.edits.0.type: Input should be 'clear_thinking_20251015' or 'clear_tool_uses_20250919'",
+    ),
+    "an edit with a typo": (
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keeps": "all"}]}},
+        "unknown field context_management.edits.0.keeps; remove it",
+    ),
+    "the first of two": ({"mcp_servers": [{}], "container": "x"}, "mcp_servers is not supported"),
+    "the second of two": ({"container": "x", "mcp_servers": [{}]}, "container is not supported"),
     "a begun answer": (
         {"messages": [*HELLO, {"role": "assistant", "content": "I"}]},
         "messages.1: the answer cannot go on in a message of the assistant",
@@ -496,6 +508,44 @@ async def test_values_that_mean_off_are_taken(launch: Launch, clients: Any) -> N
     nulls = dict.fromkeys([*off, "system", "temperature", "top_p", "top_k", "metadata", "cache_control"])
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 64, **nulls}
     assert (await gateway.http.post("/v1/messages", json=body)).status_code == 200
+
+
+HINTS: list[dict[str, Any]] = [
+    {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}},
+    {"thinking": {"type": "adaptive", "display": "updates"}},
+    {"thinking": {"type": "between_tools"}},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    {
+        "context_management": {
+            "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 9}}]
+        }
+    },
+    {"context_management": {}},
+]
+
+
+async def test_hints_change_nothing(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    for hint in [{}, *HINTS]:
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 64, **hint}
+        response = await gateway.http.post("/v1/messages", json=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["content"] == [{"type": "text", "text": TEXT}]
+        del body["max_tokens"]
+        counted = await gateway.http.post("/v1/messages/count_tokens", json=body)
+        assert counted.json() == {"input_tokens": len(worker.requests[0].token_ids)}
+    assert [request.token_ids for request in worker.requests] == [worker.requests[0].token_ids] * 7
+    assert worker.requests[-1].sampling == replace(
+        worker.requests[0].sampling, seed=worker.requests[-1].sampling.seed
+    )
+
+
+async def test_the_end_of_sequence_is_ignored_on_request(launch: Launch, clients: Any) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    await create(clients(gateway), extra_body={"ignore_eos": True})
+    assert worker.requests[0].sampling.ignore_eos
 
 
 async def test_errors_have_the_statuses_and_types_that_the_client_knows(launch: Launch, clients: Any) -> None:

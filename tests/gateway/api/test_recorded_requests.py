@@ -33,11 +33,7 @@ ENDS = {
 
 REFUSED: frozenset[str] = frozenset(
     {
-        "ai-sdk-8-anthropic.plain",
-        "ai-sdk-9-anthropic.plain",
         "ai-sdk-10-anthropic.plain",
-        "ai-sdk-11-anthropic.plain",
-        "ai-sdk-12-anthropic.plain",
         "ai-sdk-13-anthropic.plain",
         "ai-sdk-15-anthropic.think",
         "ai-sdk-18-openai.plain",
@@ -54,7 +50,6 @@ REFUSED: frozenset[str] = frozenset(
         "codex-1-think",
         "guidellm-0-plain",
         "guidellm-1-plain",
-        "guidellm-2-plain",
         "lm-eval-0-plain",
         "lm-eval-1-plain",
         "openai-agents-1-responses.plain",

@@ -360,6 +360,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "too many calls": ({"input": [CALLED] * 129}, "input[128]", "more than 128 calls"),
     "a reference": ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]", "type 'item_reference' is not supported"),
+    "a typo of a hint": ({"client_meta_data": {}}, "client_meta_data", "unknown field client_meta_data; remove it"),
+    "a hint of another type": ({"client_metadata": "x"}, "client_metadata", "should be a valid dictionary"),
     "unknown": ({"n": 2}, "n", "unknown field n; remove it"),
     "a file": (item({"type": "input_file", "file_id": "1"}), "input[1].content[0].file_id", "stores no files"),
     "an image's id": (item({"type": "input_image", "file_id": "1"}), "input[1].content[0].file_id", "stores no files"),
@@ -401,6 +403,21 @@ async def test_the_error_for_a_malformed_body_names_the_field_as_sent(launch: La
             assert (response.status_code, error["type"]) == (400, "invalid_request_error")
             assert error["param"] == param
             assert expected in error["message"]
+
+
+async def test_ids_of_the_client_change_nothing(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker(TEXT)
+    response = await create(gateway, extra_body={"client_metadata": {"session_id": "1", "turn": {"n": 2}}})
+    assert response.output_text == TEXT
+    assert "client_metadata" not in response.to_dict()
+
+
+async def test_the_end_of_sequence_is_ignored_on_request(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    await create(gateway, extra_body={"ignore_eos": True})
+    assert worker.requests[0].sampling.ignore_eos
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -80,7 +80,9 @@ def validated(
     if not isinstance(value, dict):
         raise InvalidTypeError("the body must be a JSON object")
     served = {name: field for name, field in value.items() if name not in not_served}
-    for name in value.keys() & not_served.keys():
+    for name in value:
+        if name not in not_served:
+            continue
         off_values, remedy = not_served[name]
         if value[name] is not None and not any(_same(value[name], allowed) for allowed in off_values):
             unsupported = UnsupportedParameterError(f"{name} is not supported: {remedy}")

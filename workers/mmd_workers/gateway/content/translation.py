@@ -202,7 +202,5 @@ class TranslatedRequest(ChatRequest):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     names: FieldNames
-    must_reason: bool = False
-    """True if only a model that reasons may answer."""
     given: Any = None
     """The parts of the request that its answer repeats."""

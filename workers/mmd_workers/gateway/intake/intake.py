@@ -215,10 +215,6 @@ class Intake:
         """Check that the model has these tokens: see `RequestChecks.check_ids`."""
         self._checks.check_ids(param, token_ids)
 
-    async def check_reasons(self, param: str) -> None:
-        """Check that the model may reason before it answers: see `AnswerRules.check_reasons`."""
-        await self._answers.check_reasons(param)
-
     def limit(self, model_len: int) -> int:
         """The length of the longest sequence: see `RequestChecks.limit`."""
         return self._checks.limit(model_len)

@@ -282,15 +282,32 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model reasons before it answers, where its template has a switch for it."""
+    """A hint whether the model reasons before it answers: it counts where the model's template has a switch for it."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[
         Annotated[int, Field(ge=1)] | None, Ignored("the model reasons as long as it was trained to")
     ] = None
     display: Annotated[
-        Literal["summarized", "omitted"] | None, Ignored("the reasoning is shown as it is")
+        Literal["summarized", "omitted", "updates"] | None, Ignored("the reasoning is shown as it is")
     ] = None
+
+
+class ContextEdit(Strict):
+    """What Anthropic's servers leave out of a conversation that has grown long."""
+
+    type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919"]
+    keep: Annotated[Any, DISCARD] = None
+    trigger: Annotated[Any, DISCARD] = None
+    clear_at_least: Annotated[Any, DISCARD] = None
+    exclude_tools: Annotated[Any, DISCARD] = None
+    clear_tool_inputs: Annotated[Any, DISCARD] = None
+
+
+class ContextManagement(Strict):
+    """Edits of the conversation before the model reads it."""
+
+    edits: Annotated[list[ContextEdit], Field(max_length=16, fail_fast=True)] | None = None
 
 
 class Metadata(Strict):
@@ -320,6 +337,10 @@ class CountTokensRequest(Strict):
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ClientToolChoice | None = None
     thinking: Thinking | None = None
+    context_management: Annotated[
+        ContextManagement | None,
+        Ignored("the model reads the messages as they are sent, apart from reasoning that its template omits"),
+    ] = None
 
     def as_chat(self) -> TranslatedRequest:
         """Translate the prompt into a chat; its messages are moved, not copied.
@@ -359,7 +380,6 @@ class CountTokensRequest(Strict):
             tool_choice=choice,
             parallel_tool_calls=requested is None or not requested.disable_parallel_tool_use,
             reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
-            must_reason=self.thinking is not None and self.thinking.type == "enabled",
             response_format=None if output_format is None else _response_format(output_format),
             names=FieldNames(chat.places, fields, dotted=True),
         )
@@ -368,7 +388,12 @@ class CountTokensRequest(Strict):
         return request
 
 
-_EFFORTS: dict[str, ReasoningEffort | None] = {"enabled": "medium", "disabled": "none", "adaptive": None}
+_EFFORTS: dict[str, ReasoningEffort | None] = {
+    "enabled": "medium",
+    "disabled": "none",
+    "adaptive": None,
+    "between_tools": None,
+}
 """The reasoning effort of the chat, by the type of `thinking`."""
 
 
@@ -426,13 +451,13 @@ class MessagesRequest(CountTokensRequest):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    ignore_eos: bool | None = None
     metadata: Annotated[Metadata | None, Ignored("it has no effect")] = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier")] = None
 
 
 NOT_SERVED: NotServed = {
     "container": ((), "omit it"),
-    "context_management": ((), "send the messages that the model is to read; omit it"),
     "mcp_servers": (([],), "omit it"),
 }
 
@@ -476,6 +501,7 @@ def parse_messages_request(value: object) -> TranslatedRequest:
     chat.temperature = request.temperature
     chat.top_p = request.top_p
     chat.top_k = request.top_k
+    chat.ignore_eos = request.ignore_eos
     return chat
 
 

@@ -313,6 +313,8 @@ class ResponsesRequest(Strict):
     ) = None
     parallel_tool_calls: bool | None = None
     cache_salt: CacheSalt | None = None
+    ignore_eos: bool | None = None
+    client_metadata: Annotated[dict[str, Any] | None, DISCARD, Ignored("ids of the client's own")] = None
     prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
     reasoning: ReasoningConfig | None = None
@@ -349,6 +351,7 @@ class ResponsesRequest(Strict):
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,
+            ignore_eos=self.ignore_eos,
             tools=[
                 tool_of(tool.name, tool.description, tool.parameters, tool.strict)
                 for tool in self.tools or ()
