@@ -15,7 +15,7 @@ from anthropic import AsyncAnthropic
 
 from mmd_workers.wire.messages.message_parts import Phase
 from mmd_workers.wire.messages.prefill import GenerateRequest
-from tests.gateway.media import png, url
+from tests.gateway.media import pdf, png, url
 from tests.gateway.running import Launch, Running
 from tests.gateway.scripted import HalfFirst, ScriptedWorker, answer_well
 
@@ -257,9 +257,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         turns(("user", [USED])),
         "messages.0.content.0: the use of a tool belongs to a message of the assistant",
     ),
-    "an image as a result": (
-        turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": IMAGE}]}])),
-        "messages.1.content.0.content.0: type 'image' is not supported; results of tools are text",
+    "a result of no image": (
+        turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}, {"type": "image", "source": {**IMAGE, "data": "aGVsbG8="}}]}])),
+        "messages.1.content.0.content.1.source: ",
+    ),
+    "a result of an unknown type": (
+        turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "picture"}]}])),
+        "messages.1.content.0.content.0: unknown part type 'picture'; use text, image or document",
     ),
     "an input that is text": (turns(("assistant", [{**USED, "input": "{}"}])), "messages.0.content.0.input: "),
     "an input of no number": (
@@ -371,6 +375,34 @@ async def test_tools_calls_and_results_are_the_prompt_of_a_chat_with_them(
     assert counted.input_tokens == len(expected)
     await create(client, tools=[ADD], tool_choice={"type": "none"})
     assert worker.requests[1].token_ids == await prompt_of(gateway, HELLO)
+
+
+async def test_what_a_tool_has_read_reaches_the_model_as_in_a_chat(launch: Launch, clients: Any) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    text = {"type": "text", "text": "hello"}
+    picture = {"type": "image_url", "image_url": {"url": url("image/png", png())}}
+    page = {"type": "file", "file": {"file_data": url("application/pdf", pdf())}}
+    image = {"type": "image", "source": IMAGE, "cache_control": {"type": "ephemeral"}}
+    source = {"type": "base64", "media_type": "application/pdf", "data": base64.b64encode(pdf()).decode()}
+    document = {"type": "document", "source": source}
+    for content, same in (
+        ([image], [picture]),
+        ([text, image], [text, picture]),
+        ([document, image, text], [page, picture, text]),
+        ([], []),
+    ):
+        read = {"type": "tool_result", "tool_use_id": "1", "content": content}
+        await create(clients(gateway), **turns(HELLO[0], ("assistant", [USED]), ("user", [read, text])))
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+        chat = [
+            *HELLO,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": same},
+            {"role": "user", "content": [text]},
+        ]
+        assert worker.requests[-1].token_ids == await prompt_of(gateway, chat)
+        assert len(worker.requests[-1].features) == sum(part is not text for part in same)
 
 
 ANSWERS = {

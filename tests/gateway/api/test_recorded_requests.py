@@ -33,12 +33,6 @@ ENDS = {
 
 REFUSED: frozenset[str] = frozenset(
     {
-        "ai-sdk-10-anthropic.plain",
-        "ai-sdk-13-anthropic.plain",
-        "ai-sdk-15-anthropic.think",
-        "ai-sdk-18-openai.plain",
-        "ai-sdk-21-openai.plain",
-        "ai-sdk-23-openai.think",
         "claude-agent-sdk-0-plain",
         "claude-agent-sdk-1-search",
         "claude-agent-sdk-2-search",
@@ -52,12 +46,6 @@ REFUSED: frozenset[str] = frozenset(
         "guidellm-1-plain",
         "lm-eval-0-plain",
         "lm-eval-1-plain",
-        "openai-agents-1-responses.plain",
-        "openai-agents-2-responses.think",
-        "opencode-2-anthropic",
-        "opencode-3-anthropic-think",
-        "opencode-4-openai",
-        "opencode-5-openai-think",
     }
 )
 """Names of requests that are still refused, each with a field and a remedy."""

@@ -353,10 +353,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "arguments that are no JSON": ({"input": ["x", {**CALLED, "arguments": "a"}][1:]}, "input[0].arguments", "no valid JSON"),
     "the second arguments": ({"instructions": "x", "input": [CALLED, {**CALLED, "arguments": "[]"}]}, "input[1].arguments", "must be an object"),
     "the output of no call": ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id", "no tool call before"),
-    "an image as output": (
-        {"input": [CALLED, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "image_url": "https://x"}]}]},
+    "no image as output": (
+        {"input": [CALLED, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "data:image/png;base64,aGVsbG8="}]}]},
+        "input[1].output[1].image_url",
+        "input[1].output[1].image_url: ",
+    ),
+    "an output of an unknown type": (
+        {"input": [CALLED, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_picture"}]}]},
         "input[1].output[0]",
-        "outputs of functions are text",
+        "unknown part type 'input_picture'; use text, input_text, image_url",
     ),
     "too many calls": ({"input": [CALLED] * 129}, "input[128]", "more than 128 calls"),
     "a reference": ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]", "type 'item_reference' is not supported"),
@@ -403,6 +408,24 @@ async def test_the_error_for_a_malformed_body_names_the_field_as_sent(launch: La
             assert (response.status_code, error["type"]) == (400, "invalid_request_error")
             assert error["param"] == param
             assert expected in error["message"]
+
+
+async def test_what_a_function_has_read_reaches_the_model_as_in_a_chat(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    text = {"type": "text", "text": "hello"}
+    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
+    image = {"type": "input_image", "image_url": PICTURE, "detail": "high"}
+    for output, same in (([image], [picture]), ([{**text, "type": "input_text"}, image], [text, picture]), ([], "")):
+        read = {"type": "function_call_output", "call_id": "1", "output": output}
+        await create(gateway, input=[CALLED, read])
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": CALLED["arguments"]}}
+        chat = [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": same},
+        ]
+        assert worker.requests[-1].token_ids == await prompt_of(gateway, chat)
+        assert len(worker.requests[-1].features) == (picture in same if output else 0)
 
 
 async def test_ids_of_the_client_change_nothing(launch: Launch) -> None:

@@ -18,7 +18,6 @@ from mmd_workers.gateway.content.parts import (
     ContentPart,
     MediaSource,
     RefusalPart,
-    ResultPart,
     TextPart,
 )
 from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS
@@ -52,8 +51,11 @@ AnswerContent = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[AnswerContentPart], _PARTS, Tag("parts")], OF_CONTENT
 ]
 ResultContent = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ResultPart], _PARTS, Tag("parts")], OF_CONTENT
+    Annotated[str, Tag("text")]
+    | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+    OF_CONTENT,
 ]
+"""Content of a tool call's result, which may be empty."""
 
 _EMPTY_IN_ANSWERS = frozenset(
     {"refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "parsed"}

@@ -132,7 +132,7 @@ def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
 
 
 def result_of(call_id: str, content: Any) -> ToolMessage:
-    """A chat message with the result of a call. `content`: text, or parts of text."""
+    """A chat message with the result of a call. `content`: text, or parts, which are already validated."""
     return ToolMessage.model_construct(role="tool", tool_call_id=call_id, content=content or "")
 
 

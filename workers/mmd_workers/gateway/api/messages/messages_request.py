@@ -6,7 +6,6 @@ Independent of the network and the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -180,6 +179,14 @@ class ToolUseBlock(Strict):
     toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
 
 
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")],
+    Discriminator(type_of),
+]
+
+
 class ToolResultBlock(Strict):
     """The result of a call."""
 
@@ -188,7 +195,7 @@ class ToolResultBlock(Strict):
     content: (
         Annotated[
             Annotated[str, Tag("text")]
-            | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+            | Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
             OF_CONTENT,
         ]
         | None
@@ -517,19 +524,9 @@ def _response_format(form: OutputFormat) -> ResponseFormat:
 
 
 def _refuse_other_types(value: object) -> None:
-    """Refuse tools that Anthropic's servers run, and tool results with anything but text."""
+    """Refuse tools that Anthropic's servers run."""
     refuse_types(
         entries_of(value, "tools", "tools.{}"),
         ("custom",),
         "this server runs no tools; send tools with name and input_schema, and run them in the client",
     )
-    for param, block in _blocks(value):
-        if isinstance(block, dict) and block.get("type") == "tool_result":
-            remedy = "results of tools are text; send other content in blocks after the results"
-            refuse_types(entries_of(block, "content", param + ".content.{}"), ("text",), remedy)
-
-
-def _blocks(value: object) -> Iterator[tuple[str, object]]:
-    """Yield every block of an unvalidated body, with its field."""
-    for param, turn in entries_of(value, "messages", "messages.{}"):
-        yield from entries_of(turn, "content", param + ".content.{}")

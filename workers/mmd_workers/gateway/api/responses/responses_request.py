@@ -495,11 +495,6 @@ def parse_responses_request(value: object) -> TranslatedRequest:
         ITEM_TYPES,
         "send messages, reasoning, function_call and function_call_output alone",
     )
-    for param, item in entries_of(value, "input", "input[{}]"):
-        if isinstance(item, dict) and item.get("type") == "function_call_output":
-            remedy = "outputs of functions are text; send other content in a message after the output"
-            types = ("text", "input_text")
-            refuse_types(entries_of(item, "output", param + ".output[{}]"), types, remedy)
     request = validated(ResponsesRequest, value, NOT_SERVED, TAGS)
     if request.stream_options is not None and not request.stream:
         raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")
