@@ -51,6 +51,8 @@ NUMBERS = {
 }
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": NUMBERS}
 NOW: Any = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
+SEARCH: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 2, "user_location": None}
+DEFERRED: Any = {**NOW, "defer_loading": True}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 CALL_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
@@ -263,7 +265,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a result of an unknown type": (
         turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "picture"}]}])),
-        "messages.1.content.0.content.0: unknown part type 'picture'; use text, image or document",
+        "messages.1.content.0.content.0: unknown part type 'picture'; use text, tool_reference, image or document",
     ),
     "an input that is text": (turns(("assistant", [{**USED, "input": "{}"}])), "messages.0.content.0.input: "),
     "an input of no number": (
@@ -271,10 +273,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "messages.0.content.1.input: the arguments of all tool calls have more than 65536",
     ),
     "too many calls": (turns(("assistant", [USED] * 129), HELLO[0]), "messages.0.content.128: more than 128 calls"),
-    "a tool of Anthropic's": (
-        {"tools": [ADD, {"type": "web_search_20250305", "name": "web_search"}]},
-        "tools.1: type 'web_search_20250305' is not supported; this server runs no tools",
+    "a tool of Anthropic's models": (
+        {"tools": [ADD, {"type": "bash_20250124", "name": "bash"}]},
+        "tools.1: type 'bash_20250124' is not supported; this server runs no tools",
     ),
+    "a tool of Anthropic's servers with a typo": (
+        {"tools": [ADD, {"type": "web_serach_20250305", "name": "web_search"}]},
+        "tools.1: type 'web_serach_20250305' is not supported",
+    ),
+    "a forced tool of Anthropic's servers": (
+        {"tools": [ADD, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+        "tools.1: web_search_20250305 runs on Anthropic's servers, and this server runs no tools; omit it",
+    ),
+    "any tool, one of Anthropic's servers": ({"tools": [SEARCH, ADD], "tool_choice": {"type": "any"}}, "tools.0: web_search_20250305 runs"),
+    "a fault after a tool that is left out": ({"tools": [SEARCH, ADD, ADD]}, "tools.2.name: another tool has the name 'add'"),
+    "any tool, all of them deferred": ({"tools": [DEFERRED], "tool_choice": {"type": "any"}}, "tool_choice: any needs tools; send some that are not deferred"),
+    "a deferral of another type": ({"tools": [{**ADD, "defer_loading": "yes"}]}, "tools.0.defer_loading: Input should be a valid boolean"),
+    "a reference to a tool without name": (turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "name": "add"}]}])), "unknown field messages.1.content.0.content.0.name"),
     "a tool without schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema is missing"),
     "two tools of one name": ({"tools": [ADD, ADD]}, "tools.1.name: another tool has the name 'add'"),
     "a schema with a large integer": (
@@ -403,6 +418,61 @@ async def test_what_a_tool_has_read_reaches_the_model_as_in_a_chat(launch: Launc
         ]
         assert worker.requests[-1].token_ids == await prompt_of(gateway, chat)
         assert len(worker.requests[-1].features) == sum(part is not text for part in same)
+
+
+def found(*names: str) -> dict[str, Any]:
+    """A conversation in which the client's search has found tools of these names."""
+    references = [{"type": "tool_reference", "tool_name": name} for name in names]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": references}
+    return turns(HELLO[0], ("assistant", [USED]), ("user", [result]))
+
+
+async def test_a_deferred_tool_is_in_the_prompt_once_a_reference_names_it(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL_NOW)
+
+    async def asked(**more: Any) -> tuple[str, list[str]]:
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 64, **more}
+        response = await gateway.http.post("/v1/messages", json=body)
+        assert response.status_code == 200, response.text
+        prompt = gateway.tokenizer.decode(worker.requests[-1].token_ids)
+        return prompt, [block["type"] for block in response.json()["content"]]
+
+    tools = {"tools": [ADD, DEFERRED]}
+    alone, _ = await asked(tools=[ADD])
+    assert await asked(**tools) == (alone, ["text"])
+    prompt, blocks = await asked(**tools, **found("now"))
+    assert '{"name": "now", "parameters"' in prompt
+    assert "The tool now can be called now.\n<" in prompt
+    assert blocks == ["tool_use"]
+    prompt, _ = await asked(**tools, **found("later"))
+    assert "The tool later is no longer there.\n<" in prompt
+    for more in (
+        {"tool_choice": {"type": "tool", "name": "now"}},
+        {"tools": [ADD, DEFERRED, {"type": "tool_search_tool_regex_20251119", "name": "search"}]},
+    ):
+        prompt, blocks = await asked(**{**tools, **more})
+        assert '{"name": "now", "parameters"' in prompt
+        assert blocks == ["tool_use"]
+
+
+async def test_tools_of_servers_are_left_out_where_the_choice_is_free(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL)
+    for choice in (None, {"type": "auto"}, {"type": "none"}, {"type": "tool", "name": "add"}):
+        prompts = []
+        for tools in ([ADD], [SEARCH, ADD, {"type": "code_execution_20250825", "name": "code_execution"}]):
+            body = {
+                "model": MODEL,
+                "messages": HELLO,
+                "max_tokens": 64,
+                "tools": tools,
+                "tool_choice": choice,
+            }
+            response = await gateway.http.post("/v1/messages", json=body)
+            assert response.status_code == 200, response.text
+            prompts.append(worker.requests[-1].token_ids)
+        assert prompts[0] == prompts[1]
 
 
 ANSWERS = {

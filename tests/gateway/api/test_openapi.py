@@ -75,6 +75,29 @@ def test_it_has_every_field_of_a_request_and_no_other(path: str) -> None:
             schema.validate({**good, name: value})
 
 
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    "/v1/messages": [
+        {"name": "f", "input_schema": {}, "defer_loading": True},
+        {"type": "custom", "name": "f", "input_schema": {}},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 2},
+    ],
+    "/v1/responses": [
+        {"type": "function", **FUNCTION},
+        {"type": "namespace", "name": "g", "tools": [{"type": "function", **FUNCTION}]},
+        {"type": "web_search", "external_web_access": True},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_tool_is_of_one_kind(path: str) -> None:
+    schema = validator(request_schema(path))
+    for tool in TOOLS[path]:
+        schema.validate({**GOOD[path], "tools": [tool]})
+    assert not schema.is_valid({**GOOD[path], "tools": [{"type": "web-search", "name": "f"}]})
+
+
 async def test_an_answer_is_as_the_document_has_it(launch: Launch) -> None:
     gateway = await launch()
     worker: ScriptedWorker = await gateway.worker("the red circle")

@@ -33,15 +33,8 @@ ENDS = {
 
 REFUSED: frozenset[str] = frozenset(
     {
-        "claude-agent-sdk-0-plain",
-        "claude-agent-sdk-1-search",
-        "claude-agent-sdk-2-search",
-        "claude-agent-sdk-3-search",
-        "claude-agent-sdk-4-think",
         "claude-code-0-plain",
         "claude-code-1-think",
-        "codex-0-plain",
-        "codex-1-think",
         "guidellm-0-plain",
         "guidellm-1-plain",
         "lm-eval-0-plain",
@@ -110,9 +103,7 @@ async def test_recorded_requests_of_agents_are_answered(launch: Launch, model: P
     for recording in recordings():
         with subtests.test(recording.name):
             before = len(worker.requests)
-            response = await gateway.http.post(
-                recording.path, json=recording.body, headers=recording.headers
-            )
+            response = await gateway.http.post(recording.path, json=recording.body, headers=recording.headers)
             if recording.name in REFUSED:
                 assert response.status_code == 400
                 continue

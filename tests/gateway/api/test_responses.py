@@ -173,6 +173,8 @@ NUMBERS = {
 }
 ADD: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": NUMBERS}
 NOW: Any = {"type": "function", "name": "now"}
+GROUP: Any = {"type": "namespace", "name": "math", "description": "Sums.", "tools": [ADD]}
+SEARCH: Any = {"type": "web_search", "external_web_access": True}
 CALLED = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1, "b": 2}'}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 CALL_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -338,7 +340,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation in input"),
     "a conversation": ({"conversation": "conv_1"}, "conversation", "send the whole conversation in input"),
     "in the background": ({"background": True}, "background", "omit it, and stream long answers"),
-    "a tool of OpenAI's": ({"tools": [ADD, {"type": "web_search"}]}, "tools[1]", "type 'web_search' is not supported; this server runs no tools"),
+    "a tool of OpenAI's models": ({"tools": [ADD, {"type": "computer"}]}, "tools[1]", "type 'computer' is not supported; send tools of type function"),
+    "a tool of OpenAI's servers with a typo": ({"tools": [{"type": "web-search"}]}, "tools[0]", "type 'web-search' is not supported"),
+    "a forced tool, one of OpenAI's servers": (
+        {"tools": [ADD, SEARCH], "tool_choice": "required"},
+        "tools[1]",
+        "web_search runs on OpenAI's servers, and this server runs no tools; omit it, or set tool_choice to 'auto'",
+    ),
+    "a fault after a tool that is left out": ({"tools": [SEARCH, ADD, ADD]}, "tools[2].name", "another tool has the name 'add'"),
+    "two members of one name": ({"tools": [ADD, {**GROUP, "tools": [NOW, ADD, ADD]}]}, "tools[1].tools[2].name", "another tool has the name 'math.add'"),
+    "a group in a group": ({"tools": [{**GROUP, "tools": [GROUP]}]}, "tools[0].tools[0]", "type 'namespace' is not supported; send tools of type function"),
+    "a group with a typo": ({"tools": [{**GROUP, "strict": True}]}, "tools[0].strict", "unknown field tools[0].strict; remove it"),
+    "a member with a schema of no object": (
+        {"tools": [{**GROUP, "tools": [{**ADD, "parameters": {"type": "string"}}]}]}, "tools[0].tools[0].parameters", "must be 'object'"
+    ),
+    "too many members": (
+        {"tools": [{**GROUP, "tools": [{"type": "function", "name": f"f{n}"} for n in range(128)]}, ADD]}, "tools", "more than 128 functions"
+    ),
     "two tools of one name": ({"tools": [ADD, ADD]}, "tools[1].name", "another tool has the name 'add'"),
     "a schema with a large integer": ({"tools": [ADD, {**NOW, "strict": True, "parameters": {"enum": [2**53 + 1]}}]}, "tools[1].parameters", "beyond"),
     "a forced tool of none": ({"tool_choice": "required"}, "tool_choice", "required needs tools"),
@@ -416,7 +434,11 @@ async def test_what_a_function_has_read_reaches_the_model_as_in_a_chat(launch: L
     text = {"type": "text", "text": "hello"}
     picture = {"type": "image_url", "image_url": {"url": PICTURE}}
     image = {"type": "input_image", "image_url": PICTURE, "detail": "high"}
-    for output, same in (([image], [picture]), ([{**text, "type": "input_text"}, image], [text, picture]), ([], "")):
+    for output, same in (
+        ([image], [picture]),
+        ([{**text, "type": "input_text"}, image], [text, picture]),
+        ([], ""),
+    ):
         read = {"type": "function_call_output", "call_id": "1", "output": output}
         await create(gateway, input=[CALLED, read])
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": CALLED["arguments"]}}
@@ -426,6 +448,36 @@ async def test_what_a_function_has_read_reaches_the_model_as_in_a_chat(launch: L
         ]
         assert worker.requests[-1].token_ids == await prompt_of(gateway, chat)
         assert len(worker.requests[-1].features) == (picture in same if output else 0)
+
+
+async def test_a_function_of_a_group_is_called_with_its_namespace(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL.replace('"add"', '"math.add"'))
+    whole = await create(gateway, tools=[ADD, GROUP])
+    (call,) = whole.output
+    assert (call.type, call.namespace, call.name) == ("function_call", "math", "add")
+    assert whole.to_dict()["tools"][1]["tools"][0]["name"] == "add"
+    prompt = gateway.tokenizer.decode(worker.requests[-1].token_ids)
+    assert prompt.count('{"name": "add"') == prompt.count('{"name": "math.add"') == 1
+    async with gateway.openai.responses.stream(model=MODEL, input="hello", tools=[ADD, GROUP]) as stream:
+        events = [event async for event in stream]
+    items = [event.item for event in events if event.type.startswith("response.output_item.")]
+    assert [(item.namespace, item.name) for item in items] == [("math", "add")] * 2
+    done = next(event for event in events if event.type == "response.function_call_arguments.done")
+    assert done.name == "add"
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+    await create(gateway, input=[call, *outputs], tools=[GROUP])
+    assert '<tool_call>{"name": "math.add"' in gateway.tokenizer.decode(worker.requests[-1].token_ids)
+
+
+async def test_tools_of_servers_are_left_out_where_the_choice_is_free(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL)
+    for choice in ("auto", "none", {"type": "function", "name": "add"}):
+        alone = await create(gateway, tools=[ADD], tool_choice=choice)
+        beside = await create(gateway, tools=[SEARCH, ADD], tool_choice=choice)
+        assert worker.requests[-1].token_ids == worker.requests[-2].token_ids
+        assert beside.tools == alone.tools
 
 
 async def test_ids_of_the_client_change_nothing(launch: Launch) -> None:

@@ -214,7 +214,8 @@ def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     normal = []
     for message in messages:
         parts = [
-            {k: v for k, v in part.items() if k in ("type", "text", "thinking")} for part in _parts_of(message)
+            {k: v for k, v in part.items() if k in ("type", "text", "thinking")}
+            for part in _parts_of(message)
         ]
         if message["role"] == "tool" and all(part["type"] == "text" for part in parts):
             normal.extend(_as_text([message]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -41,6 +41,15 @@ def _parameters(schema: dict[str, Any]) -> str:
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
 Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)]
+
+
+class ServerTool(BaseModel):
+    """What runs on another server. This server runs no tools, so it is left out where the model need not call it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+    name: str | None = None
 
 
 class FunctionTool(Strict):

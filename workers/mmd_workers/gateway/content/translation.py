@@ -30,7 +30,7 @@ _IN_MESSAGE = re.compile(
     r"messages\[(?P<message>\d+)\](?:(?P<content>\.content)(?:\[(?P<part>\d+)\])?"
     r"|\.tool_calls\[(?P<call>\d+)\]\.function\.arguments|(?P<result>\.tool_call_id))?"
 )
-_IN_TOOL = re.compile(r"tools\[\d+\]\.|tool_choice\.")
+_IN_TOOL = re.compile(r"tools\[(?P<tool>\d+)\]\.|tool_choice\.")
 _PLACE = re.compile(r"\[(\d+)\]")
 
 
@@ -85,10 +85,12 @@ class FieldPlace:
 class FieldNames:
     """The client's names for the fields of a chat that was made from its request.
 
-    `places`: origins of the messages. `fields`: other fields, by their names in the chat. `dotted`: indexes are written `.0`, not `[0]`.
+    `places`: origins of the messages. `tools`: fields of the tools, with indexes as in a chat. `fields`: other fields, by their names in the
+    chat. `dotted`: indexes are written `.0`, not `[0]`.
     """
 
     places: Sequence[FieldPlace]
+    tools: Sequence[str] = ()
     fields: Mapping[str, str] = field(default_factory=dict)
     dotted: bool = False
 
@@ -96,9 +98,10 @@ class FieldNames:
         """The client's name for a field of the chat."""
         if match := _IN_MESSAGE.match(param):
             param = self.places[int(match["message"])].field(match) + param[match.end() :]
-        elif _IN_TOOL.match(param):
+        elif match := _IN_TOOL.match(param):
             path, _, last = param.rpartition(".")
             path = path.removesuffix(".function").replace(".allowed_tools", "")
+            path = path if match["tool"] is None else self.tools[int(match["tool"])]
             param = f"{path}.{self.fields.get(last, last)}"
         else:
             param = self.fields.get(param, param)

@@ -6,12 +6,15 @@ Independent of the network and the model.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmd_workers.gateway.basics.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.basics.strict import DISCARD, Explained, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.content.chat_request import (
     MaxTokens,
     ModelName,
@@ -31,7 +34,7 @@ from mmd_workers.gateway.content.conversation import (
 )
 from mmd_workers.gateway.content.parts import FileId, MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.content.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
-from mmd_workers.gateway.content.tools import MAX_TOOLS, Description, FunctionName, Parameters
+from mmd_workers.gateway.content.tools import MAX_TOOLS, Description, FunctionName, Parameters, ServerTool
 from mmd_workers.gateway.content.translation import (
     FieldNames,
     FieldPlace,
@@ -179,8 +182,17 @@ class ToolUseBlock(Strict):
     toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
 
 
+class ToolReference(Strict):
+    """A tool that a search in the client has found. From here on the model may call it."""
+
+    type: Literal["tool_reference"]
+    tool_name: CallName
+    cache_control: CacheMark = None
+
+
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolReference, Tag("tool_reference")]
     | Annotated[ImageBlock, Tag("image")]
     | Annotated[DocumentBlock, Tag("document")],
     Discriminator(type_of),
@@ -253,8 +265,33 @@ class ClientTool(Strict):
     strict: bool | None = None
     cache_control: CacheMark = None
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: Annotated[
+        bool | None,
+        Explained(
+            "`true`: the tool is a part of the prompt once a `tool_reference` names it, or at once if the server's own search would find it"
+        ),
+    ] = None
     eager_input_streaming: Annotated[bool | None, Ignored("inputs are streamed as they are generated")] = None
+
+
+SERVER_TOOLS = re.compile(
+    r"^(web_search|web_fetch|code_execution|advisor|tool_search_tool_(regex|bm25))(_[0-9]{8})?$"
+)
+
+
+class AnthropicTool(ServerTool):
+    """What Anthropic's servers run."""
+
+    type: Annotated[str, Field(pattern=SERVER_TOOLS.pattern)]
+
+
+def _tool_kind(value: object) -> str:
+    return "server" if SERVER_TOOLS.fullmatch(type_of(value) or "") else "client"
+
+
+AnyTool = Annotated[
+    Annotated[ClientTool, Tag("client")] | Annotated[AnthropicTool, Tag("server")], Discriminator(_tool_kind)
+]
 
 
 class ClientToolChoice(Strict):
@@ -341,12 +378,14 @@ class CountTokensRequest(Strict):
     ) = None
     output_config: OutputConfig | None = None
     cache_control: CacheMark = None
-    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ClientToolChoice | None = None
     thinking: Thinking | None = None
     context_management: Annotated[
         ContextManagement | None,
-        Ignored("the model reads the messages as they are sent, apart from reasoning that its template omits"),
+        Ignored(
+            "the model reads the messages as they are sent, apart from reasoning that its template omits"
+        ),
     ] = None
 
     def as_chat(self) -> TranslatedRequest:
@@ -356,6 +395,9 @@ class CountTokensRequest(Strict):
             ApiError: a block is in the wrong place, or fields contradict each other.
         """
         chat = Translation()
+        self._check_server_tools()
+        tools = self._offered()
+        names = {tool.name for _, tool in tools}
         if self.system is not None:
             chat.add(message_of("system", self.system), FieldPlace("system"))
         for number, turn in enumerate(consumed(self.messages)):
@@ -363,13 +405,13 @@ class CountTokensRequest(Strict):
             if isinstance(turn.content, str):
                 chat.add(message_of(turn.role, turn.content), FieldPlace(where))
             else:
-                _add_blocks(chat, turn.role, turn.content, where)
+                _add_blocks(chat, turn.role, turn.content, where, names)
         choice: Any = None
         if (requested := self.tool_choice) is not None:
             words = {"auto": "auto", "any": "required", "none": "none"}
             choice = words[requested.type] if requested.name is None else named_tool(requested.name)
-            if requested.type == "any" and not self.tools:
-                raise fault("tool_choice", "any needs tools; send some")
+            if requested.type == "any" and not tools:
+                raise fault("tool_choice", "any needs tools; send some that are not deferred")
         output_format = self.output_config.format if self.output_config is not None else None
         fields = {
             "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -380,19 +422,51 @@ class CountTokensRequest(Strict):
         request = TranslatedRequest.model_construct(
             model=self.model,
             messages=chat.messages,
-            tools=[
-                tool_of(tool.name, tool.description, tool.input_schema, tool.strict)
-                for tool in self.tools or ()
-            ],
+            tools=[tool_of(tool.name, tool.description, tool.input_schema, tool.strict) for _, tool in tools],
             tool_choice=choice,
             parallel_tool_calls=requested is None or not requested.disable_parallel_tool_use,
             reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
             response_format=None if output_format is None else _response_format(output_format),
-            names=FieldNames(chat.places, fields, dotted=True),
+            names=FieldNames(chat.places, [f"tools[{number}]" for number, _ in tools], fields, dotted=True),
         )
         with request.names.in_faults():
             _ = request.tool_use
         return request
+
+    def _check_server_tools(self) -> None:
+        """Refuse a tool that Anthropic's servers run where the answer may have to call it."""
+        choice = self.tool_choice
+        for number, tool in enumerate(self.tools or ()):
+            if choice is None or not isinstance(tool, ServerTool):
+                continue
+            if choice.type == "any" or (choice.type == "tool" and choice.name == tool.name):
+                raise fault(
+                    f"tools.{number}",
+                    f"{tool.type} runs on Anthropic's servers, and this server runs no tools; omit it, or let tool_choice name another tool",
+                )
+
+    def _offered(self) -> list[tuple[int, ClientTool]]:
+        """The tools that the model reads, with their numbers: all but those of servers, and those that a search has yet to find."""
+        tools = list(enumerate(self.tools or ()))
+        found = {part.tool_name for part in self._results() if isinstance(part, ToolReference)}
+        if self.tool_choice is not None and self.tool_choice.name is not None:
+            found.add(self.tool_choice.name)
+        is_searched_by_server = any(
+            isinstance(tool, ServerTool) and tool.type.startswith("tool_search") for _, tool in tools
+        )
+        return [
+            (number, tool)
+            for number, tool in tools
+            if isinstance(tool, ClientTool)
+            and (not tool.defer_loading or tool.name in found or is_searched_by_server)
+        ]
+
+    def _results(self) -> Iterator[Any]:
+        """Yield the parts of all results of tools."""
+        for turn in self.messages:
+            for block in turn.content if isinstance(turn.content, list) else ():
+                if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                    yield from block.content
 
 
 _EFFORTS: dict[str, ReasoningEffort | None] = {
@@ -405,9 +479,13 @@ _EFFORTS: dict[str, ReasoningEffort | None] = {
 
 
 def _add_blocks(
-    chat: Translation, role: Literal["user", "assistant", "system"], blocks: list[Any], where: str
+    chat: Translation,
+    role: Literal["user", "assistant", "system"],
+    blocks: list[Any],
+    where: str,
+    tools: AbstractSet[str],
 ) -> None:
-    """Translate the blocks of one message: each result becomes a message, then all other blocks become one."""
+    """Translate the blocks of one message: each result becomes a message, then all other blocks become one. `tools`: names of those offered."""
     content: list[Any] = []
     block_numbers: list[int] = []
     thoughts: list[str] = []
@@ -420,7 +498,7 @@ def _add_blocks(
                 raise fault(param, "the result of a tool belongs to a message of the user; send it there")
             if content:
                 raise fault(param, "results of tools come first in a message; put other blocks after them")
-            result = result_of(block.tool_use_id, block.content)
+            result = result_of(block.tool_use_id, _with_text_of_references(block.content, tools))
             chat.add(result, FieldPlace(f"{param}.content", result=f"{param}.tool_use_id"))
         elif isinstance(block, ThinkingBlock | RedactedThinkingBlock):
             if role != "assistant":
@@ -447,6 +525,19 @@ def _add_blocks(
         message.tool_calls = calls
     has_all_blocks = len(block_numbers) == len(blocks)
     chat.add(message, FieldPlace(where, None if has_all_blocks else block_numbers, fields))
+
+
+def _with_text_of_references(content: Any, tools: AbstractSet[str]) -> Any:
+    """The content of a result, with a text in place of each reference to a tool."""
+    if not isinstance(content, list):
+        return content
+    return [_text_of(part, tools) if isinstance(part, ToolReference) else part for part in content]
+
+
+def _text_of(reference: ToolReference, tools: AbstractSet[str]) -> TextBlock:
+    state = "can be called now" if reference.tool_name in tools else "is no longer there"
+    text = f"The tool {reference.tool_name} {state}.\n"
+    return TextBlock.model_construct(type="text", text=text)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -478,6 +569,9 @@ TAGS = frozenset(
         "document",
         "tool_use",
         "tool_result",
+        "tool_reference",
+        "client",
+        "server",
         "base64",
         "url",
         "file",
@@ -524,9 +618,14 @@ def _response_format(form: OutputFormat) -> ResponseFormat:
 
 
 def _refuse_other_types(value: object) -> None:
-    """Refuse tools that Anthropic's servers run."""
+    """Refuse tools whose form is known to Anthropic's models alone."""
+    tools = [
+        (param, tool)
+        for param, tool in entries_of(value, "tools", "tools.{}")
+        if _tool_kind(tool) == "client"
+    ]
     refuse_types(
-        entries_of(value, "tools", "tools.{}"),
+        tools,
         ("custom",),
         "this server runs no tools; send tools with name and input_schema, and run them in the client",
     )

@@ -5,9 +5,9 @@ Independent of the network and the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -55,8 +55,8 @@ from mmd_workers.gateway.content.tools import (
     AllowedTools,
     Description,
     FunctionName,
-    FunctionTool,
     Parameters,
+    ServerTool,
 )
 from mmd_workers.gateway.content.translation import (
     FieldNames,
@@ -67,6 +67,7 @@ from mmd_workers.gateway.content.translation import (
     check_number_of_calls,
     consumed,
     entries_of,
+    fault,
     message_of,
     named_tool,
     refuse_types,
@@ -123,7 +124,7 @@ class FunctionCall(Strict):
     id: ItemId = None
     status: Status = None
     caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
-    namespace: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+    namespace: Annotated[str | None, Field(max_length=256)] = None
     parsed_arguments: Annotated[
         Any | None, DISCARD, Ignored("what OpenAI's client makes of the arguments")
     ] = None
@@ -183,7 +184,60 @@ class ClientFunction(Strict):
     description: Description | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: Annotated[bool | None, Ignored("every function is a part of the prompt")] = None
+
+
+class FunctionGroup(Strict):
+    """Functions under one name, which each call of them has beside its own."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Annotated[str | None, Ignored("templates have no place for it")] = None
+    tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def joined_name(group: str | None, name: str) -> str:
+    """The name of a function in the prompt. Functions without a group have no dot in their names."""
+    return f"{group}.{name}" if group else name
+
+
+def divided_name(name: str) -> tuple[str | None, str]:
+    """The group, if there is one, and the name of a function, from its name in the prompt."""
+    group, _, own_name = name.rpartition(".")
+    return group or None, own_name
+
+
+class OpenAiTool(ServerTool):
+    """What OpenAI's servers run."""
+
+    type: Literal[
+        "code_interpreter",
+        "file_search",
+        "image_generation",
+        "mcp",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+SERVER_TOOLS = frozenset(get_args(OpenAiTool.model_fields["type"].annotation))
+TOOL_TAGS = ("function", "namespace", "server")
+
+
+def _tool_kind(value: object) -> str:
+    kind = type_of(value)
+    return "server" if kind in SERVER_TOOLS else "namespace" if kind == "namespace" else "function"
+
+
+ResponsesTool = Annotated[
+    Annotated[ClientFunction, Tag("function")]
+    | Annotated[FunctionGroup, Tag("namespace")]
+    | Annotated[OpenAiTool, Tag("server")],
+    Discriminator(_tool_kind),
+]
 
 
 class NamedFunctionChoice(Strict):
@@ -301,7 +355,7 @@ class ResponsesRequest(Strict):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] | None = None
-    tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("word")]
@@ -343,6 +397,9 @@ class ResponsesRequest(Strict):
             "response_format.json_schema.schema": "text.format.schema",
         }
         text_format = self.text.format if self.text is not None else None
+        functions = list(self._functions())
+        if len(functions) > MAX_TOOLS:
+            raise fault("tools", f"more than {MAX_TOOLS} functions, those of groups included; send fewer")
         request = TranslatedRequest.model_construct(
             model=self.model,
             cache_salt=self.cache_salt,
@@ -353,19 +410,38 @@ class ResponsesRequest(Strict):
             top_p=self.top_p,
             ignore_eos=self.ignore_eos,
             tools=[
-                tool_of(tool.name, tool.description, tool.parameters, tool.strict)
-                for tool in self.tools or ()
+                tool_of(joined_name(group, tool.name), tool.description, tool.parameters, tool.strict)
+                for _, group, tool in functions
             ],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             mm_processor_kwargs=self.mm_processor_kwargs,
             response_format=None if text_format is None else text_format.as_response_format(),
-            names=FieldNames(chat.places, fields),
+            names=FieldNames(chat.places, [param for param, _, _ in functions], fields),
         )
         with request.names.in_faults():
             _ = request.tool_use
         return request
+
+    def _functions(self) -> Iterator[tuple[str, str | None, ClientFunction]]:
+        """Yield the functions, each with its field and its group.
+
+        Raises:
+            ApiError: the answer must call a tool, and one of the tools runs on OpenAI's servers.
+        """
+        for number, tool in enumerate(self.tools or ()):
+            param = f"tools[{number}]"
+            if isinstance(tool, ClientFunction):
+                yield param, None, tool
+            elif isinstance(tool, FunctionGroup):
+                for member, function in enumerate(tool.tools):
+                    yield f"{param}.tools[{member}]", tool.name, function
+            elif self.tool_choice == "required":
+                raise fault(
+                    param,
+                    f"{tool.type} runs on OpenAI's servers, and this server runs no tools; omit it, or set tool_choice to 'auto'",
+                )
 
 
 def _add_items(chat: Translation, items: list[Any]) -> None:
@@ -396,7 +472,7 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
             if answer is None:
                 answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
                 chat.add(answer, FieldPlace(param, calls=fields))
-            calls.append(call_of(item.call_id, item.name, item.arguments))
+            calls.append(call_of(item.call_id, joined_name(item.namespace, item.name), item.arguments))
             fields.append(f"{param}.arguments")
             check_number_of_calls(calls, param)
             answer.tool_calls = calls
@@ -453,7 +529,7 @@ NOT_SERVED: NotServed = {
     "truncation": (("disabled",), "a conversation that is too long is rejected; shorten it and omit this"),
 }  # fmt: skip
 
-TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *ANSWER_PART_TYPES})
+TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *TOOL_TAGS, *ANSWER_PART_TYPES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +542,7 @@ class Repeated:
     top_p: float
     form: TextFormat | None
     metadata: dict[str, str]
-    tools: Sequence[FunctionTool] = ()
+    tools: Sequence[ClientFunction | FunctionGroup] = ()
     tool_choice: str | NamedFunctionChoice | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
 
@@ -474,8 +550,14 @@ class Repeated:
     def num_characters(self) -> int:
         """The length of all its texts, apart from a few kilobytes."""
         schema = self.form.source if self.form is not None else None
-        tools = sum(len(tool.description or "") + len(tool.parameters or "") for tool in self.tools)
-        return len(self.instructions or "") + len(schema or "") + tools
+        members = [member for tool in self.tools if isinstance(tool, FunctionGroup) for member in tool.tools]
+        descriptions = sum(len(tool.description or "") for tool in [*self.tools, *members])
+        parameters = sum(
+            len(tool.parameters or "")
+            for tool in [*self.tools, *members]
+            if not isinstance(tool, FunctionGroup)
+        )
+        return len(self.instructions or "") + len(schema or "") + descriptions + parameters
 
 
 def parse_responses_request(value: object) -> TranslatedRequest:
@@ -485,11 +567,11 @@ def parse_responses_request(value: object) -> TranslatedRequest:
         InvalidTypeError: the body is not an object.
         ApiError: 400, naming the first invalid field and the remedy.
     """
-    refuse_types(
-        entries_of(value, "tools", "tools[{}]"),
-        ("function",),
-        "this server runs no tools; send tools of type function, and run them in the client",
-    )
+    remedy = "send tools of type function, and run them in the client"
+    refuse_types(entries_of(value, "tools", "tools[{}]"), {"function", "namespace", *SERVER_TOOLS}, remedy)
+    for param, tool in entries_of(value, "tools", "tools[{}]"):
+        if _tool_kind(tool) == "namespace":
+            refuse_types(entries_of(tool, "tools", param + ".tools[{}]"), ("function",), remedy)
     refuse_types(
         entries_of(value, "input", "input[{}]"),
         ITEM_TYPES,
@@ -506,7 +588,7 @@ def parse_responses_request(value: object) -> TranslatedRequest:
         1.0 if request.top_p is None else request.top_p,
         request.text.format if request.text is not None else None,
         request.metadata or {},
-        [tool.function for tool in chat.tools or ()],
+        [tool for tool in request.tools or () if not isinstance(tool, ServerTool)],
         "auto" if request.tool_choice is None else request.tool_choice,
         request.parallel_tool_calls is not False,
     )
