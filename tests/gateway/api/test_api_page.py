@@ -170,7 +170,10 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "parts of a message": [conversation.MAX_PARTS],
         "tool calls of a message": [call_parser.MAX_TOOL_CALLS],
         "tools": [tools.MAX_TOOLS],
-        "characters of a tool's description": [tools.MAX_DESCRIPTION_CHARACTERS],
+        "`stop` strings, and their characters in all": [
+            chat_request.MAX_STOPS,
+            chat_request.MAX_STOP_CHARACTERS,
+        ],
         "brackets that open, commas and colons in the arguments of all tool calls": [
             conversation.MAX_ARGUMENT_MARKS
         ],

@@ -163,6 +163,14 @@ async def test_chunks_have_the_fields_of_the_api_alone(launch: Launch) -> None:
     }
 
 
+async def test_many_stop_strings_are_looked_for(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    stops = [*(f"never {number:02}" for number in range(63)), "circle"]
+    answer = await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO, stop=stops)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("the red ", "stop")
+
+
 async def test_the_synchronous_client_works_as_well(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker("the red circle")

@@ -33,12 +33,8 @@ ENDS = {
 
 REFUSED: frozenset[str] = frozenset(
     {
-        "claude-code-0-plain",
-        "claude-code-1-think",
         "guidellm-0-plain",
         "guidellm-1-plain",
-        "lm-eval-0-plain",
-        "lm-eval-1-plain",
     }
 )
 """Names of requests that are still refused, each with a field and a remedy."""

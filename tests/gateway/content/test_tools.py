@@ -64,6 +64,20 @@ async def test_tools_are_rendered_by_the_template(launch: Launch) -> None:
     assert tokens.json()["tokens"] == worker.requests[0].token_ids
 
 
+async def test_a_description_is_as_long_as_the_context_permits(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker()
+    description = "red circle " * 1800
+    await answer(
+        gateway, tools=[{"type": "function", "function": {"name": "add", "description": description}}]
+    )
+    assert description in gateway.tokenizer.decode(worker.requests[0].token_ids)
+    longer = {"type": "function", "function": {"name": "add", "description": description * 2}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await answer(gateway, tools=[longer])
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+
+
 async def test_tool_choice_none_leaves_tools_out_of_prompt_and_answer(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker(CALL)

@@ -24,7 +24,6 @@ from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.model.call_forms import Spelling
 
 MAX_TOOLS = 128  # OpenAI's limit
-MAX_DESCRIPTION_CHARACTERS = 16_384
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -40,7 +39,6 @@ def _parameters(schema: dict[str, Any]) -> str:
 
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
-Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)]
 
 
 class ServerTool(BaseModel):
@@ -56,7 +54,7 @@ class FunctionTool(Strict):
     """A function. `strict`: its calls match the schema of its parameters."""
 
     name: FunctionName
-    description: Description | None = None
+    description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
 

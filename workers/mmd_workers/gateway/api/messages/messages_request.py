@@ -19,7 +19,7 @@ from mmd_workers.gateway.content.chat_request import (
     MaxTokens,
     ModelName,
     ReasoningEffort,
-    Stop,
+    Stops,
     Temperature,
     TopK,
     TopP,
@@ -34,7 +34,7 @@ from mmd_workers.gateway.content.conversation import (
 )
 from mmd_workers.gateway.content.parts import FileId, MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.content.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
-from mmd_workers.gateway.content.tools import MAX_TOOLS, Description, FunctionName, Parameters, ServerTool
+from mmd_workers.gateway.content.tools import MAX_TOOLS, FunctionName, Parameters, ServerTool
 from mmd_workers.gateway.content.translation import (
     FieldNames,
     FieldPlace,
@@ -51,8 +51,6 @@ from mmd_workers.gateway.content.translation import (
     result_of,
     tool_of,
 )
-
-MAX_STOP_SEQUENCES = 4
 
 
 class CacheControl(Strict):
@@ -260,7 +258,7 @@ class ClientTool(Strict):
 
     type: Literal["custom"] | None = None
     name: FunctionName
-    description: Description | None = None
+    description: str | None = None
     input_schema: Parameters
     strict: bool | None = None
     cache_control: CacheMark = None
@@ -544,7 +542,7 @@ class MessagesRequest(CountTokensRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: MaxTokens
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES, fail_fast=True)] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

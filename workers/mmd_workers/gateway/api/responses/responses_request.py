@@ -53,7 +53,6 @@ from mmd_workers.gateway.content.tools import (
     MAX_TOOLS,
     AllowedToolChoice,
     AllowedTools,
-    Description,
     FunctionName,
     Parameters,
     ServerTool,
@@ -181,7 +180,7 @@ class ClientFunction(Strict):
 
     type: Literal["function"]
     name: FunctionName
-    description: Description | None = None
+    description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
     defer_loading: Annotated[bool | None, Ignored("every function is a part of the prompt")] = None
@@ -260,7 +259,7 @@ class TextFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
-    description: Annotated[str, Field(max_length=4096)] | None = None
+    description: str | None = None
     source: JsonSource | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -549,7 +548,7 @@ class Repeated:
     @property
     def num_characters(self) -> int:
         """The length of all its texts, apart from a few kilobytes."""
-        schema = self.form.source if self.form is not None else None
+        form = "" if self.form is None else f"{self.form.source or ''}{self.form.description or ''}"
         members = [member for tool in self.tools if isinstance(tool, FunctionGroup) for member in tool.tools]
         descriptions = sum(len(tool.description or "") for tool in [*self.tools, *members])
         parameters = sum(
@@ -557,7 +556,7 @@ class Repeated:
             for tool in [*self.tools, *members]
             if not isinstance(tool, FunctionGroup)
         )
-        return len(self.instructions or "") + len(schema or "") + descriptions + parameters
+        return len(self.instructions or "") + len(form) + descriptions + parameters
 
 
 def parse_responses_request(value: object) -> TranslatedRequest:
