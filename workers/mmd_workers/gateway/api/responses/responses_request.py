@@ -150,7 +150,7 @@ def _item_kind(value: object) -> str | None:
 class ReasoningTextPart(Strict):
     """Reasoning of the model."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
