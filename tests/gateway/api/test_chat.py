@@ -163,6 +163,28 @@ async def test_chunks_have_the_fields_of_the_api_alone(launch: Launch) -> None:
     }
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_each_chunk_has_the_usage_so_far_on_request(launch: Launch, path: str) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle " * 8)
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "hello"}
+    for continuous in (True, False):
+        options = {"include_usage": True, "continuous_usage_stats": continuous}
+        body = {"model": MODEL, **asked, "max_tokens": 64, "stream": True, "stream_options": options}
+        response = await gateway.http.post(path, json=body)
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        *chunks, last = [json.loads(line) for line in lines]
+        prompt, tokens = len(worker.requests[-1].token_ids), len(worker.answer)
+        assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (prompt, tokens)
+        if continuous:
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert (counts[0] < tokens, counts[-1]) == (True, tokens)
+            assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt}
+        else:
+            assert all("usage" not in chunk for chunk in chunks)
+
+
 async def test_many_stop_strings_are_looked_for(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker("the red circle")

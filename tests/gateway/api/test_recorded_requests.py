@@ -31,12 +31,7 @@ ENDS = {
     "/v1/responses": ("event: response.completed\n", "event: response.incomplete\n"),
 }
 
-REFUSED: frozenset[str] = frozenset(
-    {
-        "guidellm-0-plain",
-        "guidellm-1-plain",
-    }
-)
+REFUSED: frozenset[str] = frozenset()
 """Names of requests that are still refused, each with a field and a remedy."""
 
 

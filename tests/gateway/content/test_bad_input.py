@@ -159,6 +159,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("top_logprobs alone", body(top_logprobs=3), 400, "top_logprobs", "logprobs: true"),
     ("too many top_logprobs", body(logprobs=True, top_logprobs=21), 400, "top_logprobs", "less than or equal to 20"),
     ("stream options without stream", body(stream_options={"include_usage": True}), 400, "stream_options", "stream: true"),
+    ("a typo in stream options", body(stream=True, stream_options={"continuous_usage": True}), 400, "stream_options.continuous_usage", "unknown field"),
     ("stream that is a string", body(stream="yes"), 400, "stream", "boolean"),
     ("effort that does not exist", body(reasoning_effort="most"), 400, "reasoning_effort", "'none'"),
     ("another tier", body(service_tier="flex"), 400, "service_tier", "'auto' or 'default'"),

@@ -165,7 +165,9 @@ class Choices:
             for event in () if is_open else shape.opening(head, self._usage()):
                 await exchange.events(event)
             is_open = True
-            await exchange.events(*(shape.chunk(head, part) for part in ready) if ready else (shape.waiting,))
+            await exchange.events(
+                *(shape.chunk(head, part, self._usage) for part in ready) if ready else (shape.waiting,)
+            )
         usage = await self._finish()
         timings = exchange.timeline.timings() if self._wants_timings() else None
         for event in shape.ending(head, usage, timings):

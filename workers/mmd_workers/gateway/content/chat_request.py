@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
-from mmd_workers.gateway.basics.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.basics.strict import DISCARD, Explained, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.content.conversation import ROLES, Messages
 from mmd_workers.gateway.content.parts import ANSWER_PART_TYPES, ProcessorKwargs
 from mmd_workers.gateway.content.response_format import ResponseFormat, StructuredOutputs
@@ -34,9 +34,12 @@ _NO_EFFECT = Ignored("it has no effect")
 
 
 class StreamOptions(Strict):
-    """`include_usage`: one more chunk at the end, with the token counts."""
+    """`include_usage`: one more chunk at the end, with the token counts. `continuous_usage_stats`: each chunk has those so far, too."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None, Explained("with `include_usage`, each chunk has the token counts so far")
+    ] = None
     include_obfuscation: Annotated[bool | None, Ignored("chunks are never padded")] = None
 
 
@@ -164,6 +167,15 @@ class GenerationRequest(Strict):
     def wants_usage(self) -> bool:
         """True if a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """True if each chunk of a stream has the token counts so far."""
+        return (
+            self.wants_usage
+            and self.stream_options is not None
+            and bool(self.stream_options.continuous_usage_stats)
+        )
 
     def grammar(self) -> tuple[Grammar, str] | None:
         """The grammar of the answer, and the field that sets it; None if the answer is free.
