@@ -226,7 +226,7 @@ CASES: list[tuple[str, dict, str, str]] = [
     ("a text with an image's token", {"prompt": "what is <|IMAGE|>?"}, "prompt", "'<|IMAGE|>' stands for a medium"),
     ("65 prompts", {"prompt": ["x"] * 65}, "prompt", "at most 64"),
     ("more answers than fit", {"prompt": ["x"] * 5, "n": 13}, "prompt", "65 answers, more than the limit of 64"),
-    ("a prompt as long as the context", {"prompt": [1] * 4096}, "prompt", "the prompt has 4096 tokens, but at most 4095 fit"),
+    ("a prompt as long as the context", {"prompt": [1] * 4096}, "prompt", "prompt is too long: 4096 tokens > 4095 maximum. This model's maximum context length is 4096 tokens; "),
     ("prompts of too many tokens", {"prompt": ["red " * 3000] * 60}, "prompt[43]", "fit one request"),
     ("a text that cannot fit", {"prompt": ["x", "x" * 600_000]}, "prompt[1]", "at most 4095 fit"),
     ("a suffix", {"suffix": "end"}, "suffix", "does not fill gaps"),

@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a long prompt": (
         {"messages": [*HELLO, {"role": "user", "content": "red circle " * 2000}]},
-        "the text has 22005 characters",
+        "prompt is too long: at least 1572 tokens > 1023 maximum. This model's maximum context length is 1024 tokens; the text has 22005 characters",
     ),
 }  # fmt: skip
 

@@ -410,7 +410,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "text.format.schema",
         "text.format.schema: ",
     ),
-    "a long prompt": ({"input": "red circle " * 2000}, "input", "the text has 22000 characters"),
+    "a long prompt": ({"input": "red circle " * 2000}, "input", "prompt is too long: at least 1572 tokens > 1023 maximum. This model's maximum context length is 1024 tokens; the text has 22000 characters"),
 }  # fmt: skip
 
 

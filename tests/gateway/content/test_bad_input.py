@@ -374,7 +374,7 @@ async def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(
     monkeypatch.setattr(HfFrontend, "layout", lambda *_: pytest.fail("the text was tokenized"))
     parts = [{"type": "text", "text": "circle " * 200_000}] * 3
     response = await gateway.http.post("/v1/chat/completions", json=body(messages=user(*parts)))
-    assert_is_error(response, 400, "messages", "at most 4095 fit")
+    assert_is_error(response, 400, "messages", "tokens > 4095 maximum")
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -383,7 +383,7 @@ async def test_a_too_long_prompt_is_rejected_with_excess_and_largest_part(launch
     worker = await gateway.worker("the red circle", max_model_len=20)
     long = {"type": "text", "text": "circle " * 30}
     response = await gateway.http.post("/v1/chat/completions", json=body(messages=user(long)))
-    assert_is_error(response, 400, "messages", "too many; the largest part is the text")
+    assert_is_error(response, 400, "messages", "context length is 20 tokens; the largest part is the text")
     assert response.json()["error"]["code"] == "context_length_exceeded"
     by_image = await gateway.http.post("/v1/chat/completions", json=body(messages=user(image(png(224, 224)))))
     assert_is_error(

@@ -95,16 +95,19 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(intake, 
     prompt = tokens_of(frontend, asked())
     error = await refusal(intake, asked(), prompt - missing)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
-    assert f"{prompt} tokens, but at most {prompt - missing - 1} fit: {missing + 1} too many" in error.message
+    fits = prompt - missing - 1
+    assert error.message.startswith(f"prompt is too long: {prompt} tokens > {fits} maximum. ")
+    assert f"This model's maximum context length is {fits + 1} tokens; " in error.message
     assert f"the largest part is the text with {prompt} tokens" in error.message
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(intake, frontend):
     longest = frontend.longest_token_characters
     error = await refusal(intake, asked("x" * (4 * longest + 1)), 5)
-    assert f"the text has {4 * longest + 1} characters: at least 5 tokens, but at most 4 fit" in error.message
+    assert error.message.startswith("prompt is too long: at least 5 tokens > 4 maximum. ")
+    assert f"the text has {4 * longest + 1} characters" in error.message
     fits = await refusal(intake, asked("x" * (4 * longest)), 5)  # it may: only tokenizing can tell
-    assert "the prompt has" in fits.message
+    assert "the largest part is" in fits.message
 
 
 @pytest.fixture
@@ -122,18 +125,17 @@ def completion(prompt, **more):
 async def test_sixteen_characters_per_token_suffice_whatever_the_longest_token(wide):
     share = MediaHold(100).reservation()
     for work, most, remedy in (
-        (wide.token_ids_of_text("x" * (16 * MAX_TEXT_TOKENS + 1), True, share, 0), MAX_TEXT_TOKENS, "send less text at once"),
+        (wide.token_ids_of_text("x" * (16 * MAX_TEXT_TOKENS + 1), True, share, 0), MAX_TEXT_TOKENS, "maximum; the text has 2097153 characters; send less text at once"),
         (wide.prepare_texts(completion("x" * (16 * 99 + 1)), share, Timeline("r", 0.0), 100), 99, "raise spec.model.maxModelLen"),
-        (prepare(wide, asked("x" * (16 * 99 + 1)), 100), 99, "raise spec.model.maxModelLen"),
+        (prepare(wide, asked("x" * (16 * 99 + 1)), 100), 99, "maximum context length is 100 tokens; the text has 1585 characters; shorten it, or raise spec.model.maxModelLen"),
     ):  # fmt: skip
         with pytest.raises(ApiError) as caught:
             await work
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
-        assert (
-            f"{16 * most + 1} characters: more than 16 for each of the {most} tokens" in caught.value.message
-        )
+        about = f"about {(16 * most + 1) // 4} tokens > {most} maximum"
+        assert caught.value.message.startswith(f"prompt is too long: {about}")
         assert caught.value.message.endswith(remedy)
-    with pytest.raises(ApiError, match="the prompt has"):  # only tokenizing can tell
+    with pytest.raises(ApiError, match="the largest part is"):  # only tokenizing can tell
         await prepare(wide, asked("x" * 16 * 99), 100)
 
 

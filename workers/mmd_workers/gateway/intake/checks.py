@@ -33,6 +33,7 @@ MAX_CHARACTERS_PER_TOKEN = 16
 """Limit of a text's average. The longest token of a vocabulary may be 128 spaces, and encoding takes time and memory per character."""
 MAX_RENDERED_CHARACTERS_PER_TOKEN = 4 * MAX_CHARACTERS_PER_TOKEN
 """Limit for templates that indent JSON, applied before it is known whether this one does."""
+USUAL_CHARACTERS_PER_TOKEN = 4  # for an estimate in a message
 INDENT = 4  # spaces per level of JSON in templates
 SHORTEN = "shorten it, or raise spec.model.maxModelLen"
 SEND_LESS = "send less text at once"
@@ -58,14 +59,13 @@ class RequestChecks:
         """Refuse a text that cannot fit, before spending time on tokenizing megabytes."""
         longest = self._frontend.longest_token_characters
         if characters > most_tokens * longest:
-            fault = f"at least {-(-characters // longest)} tokens, but at most {most_tokens} fit"
+            count = f"at least {-(-characters // longest)}"
         elif characters > most_tokens * MAX_CHARACTERS_PER_TOKEN:
-            fault = f"more than {MAX_CHARACTERS_PER_TOKEN} for each of the {most_tokens} tokens that fit"
+            count = f"about {characters // USUAL_CHARACTERS_PER_TOKEN}"
         else:
             return
-        raise ApiError(
-            ContextLengthError(f"the text has {characters} characters: {fault}; {remedy}"), param=param
-        )
+        detail = f"the text has {characters} characters; {remedy}"
+        raise ApiError(overflow(count, most_tokens, detail, of_context=remedy == SHORTEN), param=param)
 
     def check_indented(self, characters: int, most_tokens: int, param: str, remedy: str) -> None:
         """Refuse JSON that a template could expand far beyond what fits, before spending memory on rendering it."""
@@ -132,9 +132,8 @@ class RequestChecks:
         for source, medium in zip(sources, layout.media, strict=True):
             if medium.num_tokens > tokens:
                 largest, tokens = source.param, medium.num_tokens
-        too_long = ContextLengthError(
-            f"the prompt has {prompt} tokens, but at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
-            f"with {tokens} tokens; {remedy}"
+        too_long = overflow(
+            str(prompt), limit - 1, f"the largest part is {largest} with {tokens} tokens; {remedy}"
         )
         raise ApiError(too_long, param=param if largest == "the text" else largest)
 
@@ -202,6 +201,18 @@ class RequestChecks:
         else:
             return
         raise ApiError(UnsupportedInputError(f"{param}: {fault}"), param=param)
+
+
+def overflow(count: str, most_tokens: int, detail: str, *, of_context: bool = True) -> ContextLengthError:
+    """The error for a prompt of `count` tokens of which `most_tokens` fit, in the words by which agents notice that they must shorten it.
+
+    Those of Anthropic's API look for the first sentence, those of OpenAI's for the second one. `of_context`: the limit is the model's context,
+    without a token for the answer.
+    """
+    context = f". This model's maximum context length is {most_tokens + 1} tokens" if of_context else ""
+    return ContextLengthError(
+        f"prompt is too long: {count} tokens > {most_tokens} maximum{context}; {detail}"
+    )
 
 
 def check_thoughts(characters: int, most_tokens: int) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from mmd_api.contract.errors import ContextLengthError
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.gateway.basics.media_hold import RequestReservation
@@ -26,6 +25,7 @@ from mmd_workers.gateway.intake.checks import (
     SHORTEN,
     RequestChecks,
     check_jobs,
+    overflow,
 )
 from mmd_workers.gateway.intake.fallback import Fallback, Policy
 from mmd_workers.gateway.intake.file_media import FileMedia
@@ -233,9 +233,7 @@ class Intake:
             layout = replace(layout, degraded_by=layout.degraded_by | first.layout.degraded_by)
             room = beside_companion(limit - len(layout.token_ids), first.guidance, limit)
             if room < 1:
-                raise ContextLengthError(
-                    f"the prompt has {len(layout.token_ids)} tokens, but at most {limit - 1} fit; {SHORTEN}"
-                )
+                raise overflow(str(len(layout.token_ids)), limit - 1, SHORTEN)
             max_tokens = min(first.sampling.max_tokens, room)
             min_tokens = min(first.sampling.min_tokens, max_tokens)
             features = feature_refs(content.infos, layout, self._revision)
