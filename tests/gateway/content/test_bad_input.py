@@ -170,7 +170,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a tool of another type", body(tools=[{"type": "web_search"}]), 400, "tools[0].type", "'function'"),
     ("a tool without name", tools({}), 400, "tools[0].function.name", "missing"),
     ("a tool with a space in its name", tools({"name": "a b"}), 400, "tools[0].function.name", "pattern"),
-    ("a tool with a long name", tools({"name": "a" * 65}), 400, "tools[0].function.name", "pattern"),
+    ("a tool with a long name", tools({"name": "a" * 129}), 400, "tools[0].function.name", "pattern"),
     ("a tool with an unknown field", tools({"name": "f", "returns": {}}), 400, "tools[0].function.returns", "remove it"),
     ("two tools of one name", tools({"name": "f"}, {"name": "f"}), 400, "tools[1].function.name", "another tool has the name 'f'"),
     ("129 tools", tools(*[{"name": f"f{i}"} for i in range(129)]), 400, "tools", "at most 128"),

@@ -64,6 +64,15 @@ async def test_tools_are_rendered_by_the_template(launch: Launch) -> None:
     assert tokens.json()["tokens"] == worker.requests[0].token_ids
 
 
+async def test_a_tool_with_a_long_name_is_called(launch: Launch) -> None:
+    name = f"mcp__server__{'tool_' * 23}"
+    assert len(name) == 128
+    gateway = await launch()
+    await gateway.worker(CALL_NOW.replace("now", name))
+    made = await answer(gateway, tools=[{"type": "function", "function": {"name": name}}], max_tokens=512)
+    assert [call.function.name for call in made.choices[0].message.tool_calls] == [name]
+
+
 async def test_a_description_is_as_long_as_the_context_permits(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker()

@@ -26,7 +26,7 @@ from mmd_workers.model.call_forms import Spelling
 MAX_TOOLS = 128  # OpenAI's limit
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
 def _parameters(schema: dict[str, Any]) -> str:
