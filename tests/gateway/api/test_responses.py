@@ -366,7 +366,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "tool_choice.tools[0].name",
         "no tool has the name 'f'",
     ),
-    "a choice of OpenAI's": ({"tools": [ADD], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "'function'"),
+    "a choice of OpenAI's": ({"tools": [ADD], "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "type 'mcp' is not supported; choose a function"),
+    "an allowed tool of OpenAI's": (
+        {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "x"}]}},
+        "tool_choice.tools[0]",
+        "type 'mcp' is not supported; choose functions",
+    ),
+    "a choice without its group": ({"tools": [GROUP], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice.name", "no tool has the name 'add'"),
+    "a choice of another group": (
+        {"tools": [ADD, GROUP], "tool_choice": {"type": "function", "name": "add", "namespace": "maths"}}, "tool_choice.name", "no tool has the name 'maths.add'"
+    ),
+    "a search of the client": (
+        {"tools": [ADD, {"type": "tool_search", "execution": "client", "description": "x", "parameters": {}}]},
+        "tools[1]",
+        "tool_search of the client is not supported; omit it, and send the tools that it finds",
+    ),
+    "an MCP server alone": (
+        {"tools": [SEARCH, {"type": "mcp", "server_label": "x", "server_url": "https://x"}]},
+        "tools[1]",
+        "mcp runs on OpenAI's servers, and this server runs no tools; send the tools of the MCP server as functions",
+    ),
+    "encrypted reasoning alone": ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input", "has only reasoning that cannot be read here"),
     "half a call": ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
     "arguments that are no JSON": ({"input": ["x", {**CALLED, "arguments": "a"}][1:]}, "input[0].arguments", "no valid JSON"),
     "the second arguments": ({"instructions": "x", "input": [CALLED, {**CALLED, "arguments": "[]"}]}, "input[1].arguments", "must be an object"),
@@ -470,12 +490,43 @@ async def test_a_function_of_a_group_is_called_with_its_namespace(launch: Launch
     assert '<tool_call>{"name": "math.add"' in gateway.tokenizer.decode(worker.requests[-1].token_ids)
 
 
+async def test_a_function_of_a_group_can_be_forced_or_allowed(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL.replace('"add"', '"math.add"'))
+    named = {"type": "function", "name": "add", "namespace": "math"}
+    for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
+        response = await create(gateway, tools=[ADD, GROUP], tool_choice=choice)
+        assert response.to_dict()["tool_choice"] == choice
+        (call,) = response.output
+        assert (call.namespace, call.name) == ("math", "add")
+        rules = worker.requests[-1].sampling.grammar.source
+        assert "math.add" in rules
+        assert "tool0" not in rules
+
+
+async def test_the_description_of_a_group_precedes_its_first_functions(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    group = {**GROUP, "tools": [ADD, {**ADD, "name": "sub"}, NOW]}
+    response = await create(gateway, tools=[group])
+    prompt = gateway.tokenizer.decode(worker.requests[-1].token_ids)
+    assert '{"name": "math.add", "description": "Sums.\\n\\nAdds."' in prompt
+    assert '{"name": "math.sub", "description": "Adds."' in prompt
+    assert '{"name": "math.now", "parameters"' in prompt
+    assert response.to_dict()["tools"][0]["description"] == "Sums."
+
+
 async def test_tools_of_servers_are_left_out_where_the_choice_is_free(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker(CALL)
+    others: list[Any] = [
+        SEARCH,
+        {"type": "tool_search"},
+        {"type": "mcp", "server_label": "x", "server_url": "https://x"},
+    ]
     for choice in ("auto", "none", {"type": "function", "name": "add"}):
         alone = await create(gateway, tools=[ADD], tool_choice=choice)
-        beside = await create(gateway, tools=[SEARCH, ADD], tool_choice=choice)
+        beside = await create(gateway, tools=[*others, ADD], tool_choice=choice)
         assert worker.requests[-1].token_ids == worker.requests[-2].token_ids
         assert beside.tools == alone.tools
 

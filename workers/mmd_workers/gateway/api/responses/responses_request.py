@@ -17,6 +17,7 @@ from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import (
     DISCARD,
     MAX_NAME_CHARACTERS,
+    Explained,
     Ignored,
     NotServed,
     Strict,
@@ -191,7 +192,7 @@ class FunctionGroup(Strict):
 
     type: Literal["namespace"]
     name: FunctionName
-    description: Annotated[str | None, Ignored("templates have no place for it")] = None
+    description: Annotated[str | None, Explained("that of a group precedes the one of its first function")] = None
     tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -220,6 +221,9 @@ class OpenAiTool(ServerTool):
         "web_search_preview",
         "web_search_preview_2025_03_11",
     ]
+    execution: Annotated[
+        Literal["server", "client"] | None, Explained("of `tool_search`; one of the client is rejected")
+    ] = None
 
 
 SERVER_TOOLS = frozenset(get_args(OpenAiTool.model_fields["type"].annotation))
@@ -244,6 +248,12 @@ class NamedFunctionChoice(Strict):
 
     type: Literal["function"]
     name: FunctionName
+    namespace: FunctionName | None = None
+
+    @property
+    def joined_name(self) -> str:
+        """The name of the function in the prompt."""
+        return joined_name(self.namespace, self.name)
 
 
 class AllowedFunctions(Strict):
@@ -389,6 +399,8 @@ class ResponsesRequest(Strict):
             chat.add(message_of("user", self.input), FieldPlace("input"))
         else:
             _add_items(chat, self.input)
+        if not chat.messages:
+            raise fault("input", "has only reasoning that cannot be read here; send a message as well")
         fields = {
             "max_tokens": "max_output_tokens",
             "messages": "input",
@@ -409,38 +421,58 @@ class ResponsesRequest(Strict):
             top_p=self.top_p,
             ignore_eos=self.ignore_eos,
             tools=[
-                tool_of(joined_name(group, tool.name), tool.description, tool.parameters, tool.strict)
-                for _, group, tool in functions
+                tool_of(name, description, function.parameters, function.strict)
+                for _, name, description, function in functions
             ],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             mm_processor_kwargs=self.mm_processor_kwargs,
             response_format=None if text_format is None else text_format.as_response_format(),
-            names=FieldNames(chat.places, [param for param, _, _ in functions], fields),
+            names=FieldNames(chat.places, [param for param, *_ in functions], fields),
         )
         with request.names.in_faults():
             _ = request.tool_use
         return request
 
-    def _functions(self) -> Iterator[tuple[str, str | None, ClientFunction]]:
-        """Yield the functions, each with its field and its group.
+    def _functions(self) -> Iterator[tuple[str, str, str | None, ClientFunction]]:
+        """Yield the functions, each with its field, and with its name and description in the prompt.
+
+        The description of a group precedes that of its first function alone: it may be as long as a body.
 
         Raises:
-            ApiError: the answer must call a tool, and one of the tools runs on OpenAI's servers.
+            ApiError: the answer may rely on a tool that is not served.
         """
         for number, tool in enumerate(self.tools or ()):
             param = f"tools[{number}]"
             if isinstance(tool, ClientFunction):
-                yield param, None, tool
+                yield param, tool.name, tool.description, tool
             elif isinstance(tool, FunctionGroup):
                 for member, function in enumerate(tool.tools):
-                    yield f"{param}.tools[{member}]", tool.name, function
-            elif self.tool_choice == "required":
-                raise fault(
-                    param,
-                    f"{tool.type} runs on OpenAI's servers, and this server runs no tools; omit it, or set tool_choice to 'auto'",
-                )
+                    texts = [tool.description if member == 0 else None, function.description]
+                    description = "\n\n".join(text for text in texts if text) or function.description
+                    yield (
+                        f"{param}.tools[{member}]",
+                        joined_name(tool.name, function.name),
+                        description,
+                        function,
+                    )
+            else:
+                self._check_may_be_left_out(tool, param)
+
+    def _check_may_be_left_out(self, tool: OpenAiTool, param: str) -> None:
+        """Refuse a tool of OpenAI's servers on which the answer, or the client, relies."""
+        if tool.type == "tool_search" and tool.execution == "client":
+            raise fault(
+                param, "tool_search of the client is not supported; omit it, and send the tools that it finds"
+            )
+        if self.tool_choice == "required":
+            remedy = "omit it, or set tool_choice to 'auto'"
+        elif tool.type == "mcp" and all(isinstance(other, OpenAiTool) for other in self.tools or ()):
+            remedy = "send the tools of the MCP server as functions, and run them in the client"
+        else:
+            return
+        raise fault(param, f"{tool.type} runs on OpenAI's servers, and this server runs no tools; {remedy}")
 
 
 def _add_items(chat: Translation, items: list[Any]) -> None:
@@ -504,9 +536,9 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
 def _choice(choice: str | NamedFunctionChoice | AllowedFunctions | None) -> Any:
     """The same choice as a field of a chat."""
     if isinstance(choice, NamedFunctionChoice):
-        return named_tool(choice.name)
+        return named_tool(choice.joined_name)
     if isinstance(choice, AllowedFunctions):
-        tools = [named_tool(tool.name) for tool in choice.tools]
+        tools = [named_tool(tool.joined_name) for tool in choice.tools]
         allowed = AllowedTools.model_construct(mode=choice.mode, tools=tools)
         return AllowedToolChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
     return choice
@@ -571,6 +603,10 @@ def parse_responses_request(value: object) -> TranslatedRequest:
     for param, tool in entries_of(value, "tools", "tools[{}]"):
         if _tool_kind(tool) == "namespace":
             refuse_types(entries_of(tool, "tools", param + ".tools[{}]"), ("function",), remedy)
+    choice = value.get("tool_choice") if isinstance(value, dict) else None
+    kinds = "choose a function, allowed_tools, none, auto or required"
+    refuse_types([("tool_choice", choice)], ("function", "allowed_tools"), kinds)
+    refuse_types(entries_of(choice, "tools", "tool_choice.tools[{}]"), ("function",), "choose functions")
     refuse_types(
         entries_of(value, "input", "input[{}]"),
         ITEM_TYPES,

@@ -235,7 +235,7 @@ def _given_tool(tool: ClientFunction | FunctionGroup) -> dict[str, Any]:
 
 
 def _given_choice(choice: str | NamedFunctionChoice | AllowedFunctions) -> str | dict[str, Any]:
-    return choice if isinstance(choice, str) else choice.model_dump()
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
 
 
 def _part(text: str, item_type: str) -> dict[str, Any]:
