@@ -13,6 +13,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
+from mmd_workers.gateway.api.messages import messages_request
 from mmd_workers.wire.messages.message_parts import Phase
 from mmd_workers.wire.messages.prefill import GenerateRequest
 from tests.gateway.media import pdf, png, url
@@ -218,6 +219,11 @@ def block(**source: Any) -> dict[str, Any]:
     return {"messages": [*HELLO, {"role": "user", "content": [{"type": "image", "source": source}]}]}
 
 
+def many(number: int, **more: Any) -> list[dict[str, Any]]:
+    """So many tools."""
+    return [{"name": f"f{n}", "input_schema": {}, **more} for n in range(number)]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
     "too hot": ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
@@ -288,6 +294,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "any tool, one of Anthropic's servers": ({"tools": [SEARCH, ADD], "tool_choice": {"type": "any"}}, "tools.0: web_search_20250305 runs"),
     "a fault after a tool that is left out": ({"tools": [SEARCH, ADD, ADD]}, "tools.2.name: another tool has the name 'add'"),
     "any tool, all of them deferred": ({"tools": [DEFERRED], "tool_choice": {"type": "any"}}, "tool_choice: any needs tools; send some that are not deferred"),
+    "the name of a deferred tool twice": ({"tools": [ADD, {**ADD, "defer_loading": True}]}, "tools.1.name: another tool has the name 'add'"),
+    "too many tools": ({"tools": many(129)}, "tools: more than 128 tools in the prompt; send fewer, or defer some"),
+    "too many tools that are found": (
+        {"tools": [*many(1000, defer_loading=True), {"type": "tool_search_tool_bm25", "name": "search"}]}, "tools: more than 128 tools in the prompt"
+    ),
+    "too many deferred tools": ({"tools": many(1025, defer_loading=True)}, "tools: send at most 1024 entries"),
     "a deferral of another type": ({"tools": [{**ADD, "defer_loading": "yes"}]}, "tools.0.defer_loading: Input should be a valid boolean"),
     "a reference to a tool without name": (turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "name": "add"}]}])), "unknown field messages.1.content.0.content.0.name"),
     "a tool without schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema is missing"),
@@ -441,6 +453,7 @@ async def test_a_deferred_tool_is_in_the_prompt_once_a_reference_names_it(launch
     tools = {"tools": [ADD, DEFERRED]}
     alone, _ = await asked(tools=[ADD])
     assert await asked(**tools) == (alone, ["text"])
+    assert await asked(tools=[ADD, DEFERRED, *many(1000, defer_loading=True)]) == (alone, ["text"])
     prompt, blocks = await asked(**tools, **found("now"))
     assert '{"name": "now", "parameters"' in prompt
     assert "The tool now can be called now.\n<" in prompt
@@ -454,6 +467,14 @@ async def test_a_deferred_tool_is_in_the_prompt_once_a_reference_names_it(launch
         prompt, blocks = await asked(**{**tools, **more})
         assert '{"name": "now", "parameters"' in prompt
         assert blocks == ["tool_use"]
+
+
+def test_references_to_one_tool_share_their_text() -> None:
+    body = {"model": MODEL, "max_tokens": 64, "tools": [ADD, DEFERRED], **found(*["now", "later"] * 100)}
+    chat = messages_request.parse_messages_request(body)
+    texts: Any = chat.messages[-1].content
+    assert len(texts) == 200
+    assert len({id(text) for text in texts}) == 2
 
 
 async def test_tools_of_servers_are_left_out_where_the_choice_is_free(launch: Launch) -> None:

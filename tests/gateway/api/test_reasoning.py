@@ -427,6 +427,9 @@ async def test_a_message_has_a_block_of_thinking(reasoning_model: Any, claude: A
     counted = await client.messages.count_tokens(model=MODEL, messages=more, thinking={"type": "disabled"})
     assert counted.input_tokens == len(model.worker.requests[-1].token_ids)
     redacted = {"type": "redacted_thinking", "data": "x"}
+    hidden = [*ASKED, {"role": "assistant", "content": [redacted]}, {"role": "user", "content": "sure?"}]
+    await client.messages.create(**{**asked, "messages": hidden})
+    assert model.prompt().startswith("[user]where?[assistant][user]sure?[assistant]")
     with pytest.raises(Exception, match="thinking belongs to a message of the assistant") as misplaced:
         await client.messages.create(**{**asked, "messages": [{"role": "user", "content": [redacted]}]})
     assert misplaced.value.status_code == 400

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal
 
@@ -51,6 +51,9 @@ from mmd_workers.gateway.content.translation import (
     result_of,
     tool_of,
 )
+
+MAX_LISTED_TOOLS = 1024
+"""Limit of the tools of a request, those included that are not in the prompt: `MAX_TOOLS` limits the others."""
 
 
 class CacheControl(Strict):
@@ -376,7 +379,7 @@ class CountTokensRequest(Strict):
     ) = None
     output_config: OutputConfig | None = None
     cache_control: CacheMark = None
-    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_LISTED_TOOLS, fail_fast=True)] | None = None
     tool_choice: ClientToolChoice | None = None
     thinking: Thinking | None = None
     context_management: Annotated[
@@ -393,9 +396,14 @@ class CountTokensRequest(Strict):
             ApiError: a block is in the wrong place, or fields contradict each other.
         """
         chat = Translation()
+        self._check_names()
         self._check_server_tools()
-        tools = self._offered()
+        found = {part.tool_name for part in self._results() if isinstance(part, ToolReference)}
+        tools = self._offered(found)
+        if len(tools) > MAX_TOOLS:
+            raise fault("tools", f"more than {MAX_TOOLS} tools in the prompt; send fewer, or defer some")
         names = {tool.name for _, tool in tools}
+        references = {name: _text_of(name, name in names) for name in found}
         if self.system is not None:
             chat.add(message_of("system", self.system), FieldPlace("system"))
         for number, turn in enumerate(consumed(self.messages)):
@@ -403,7 +411,7 @@ class CountTokensRequest(Strict):
             if isinstance(turn.content, str):
                 chat.add(message_of(turn.role, turn.content), FieldPlace(where))
             else:
-                _add_blocks(chat, turn.role, turn.content, where, names)
+                _add_blocks(chat, turn.role, turn.content, where, references)
         choice: Any = None
         if (requested := self.tool_choice) is not None:
             words = {"auto": "auto", "any": "required", "none": "none"}
@@ -431,6 +439,15 @@ class CountTokensRequest(Strict):
             _ = request.tool_use
         return request
 
+    def _check_names(self) -> None:
+        """Refuse two tools of one name, also where one of them is deferred."""
+        names: set[str] = set()
+        for number, tool in enumerate(self.tools or ()):
+            if isinstance(tool, ClientTool):
+                if tool.name in names:
+                    raise fault(f"tools.{number}.name", f"another tool has the name {tool.name!r}")
+                names.add(tool.name)
+
     def _check_server_tools(self) -> None:
         """Refuse a tool that Anthropic's servers run where the answer may have to call it."""
         choice = self.tool_choice
@@ -443,12 +460,13 @@ class CountTokensRequest(Strict):
                     f"{tool.type} runs on Anthropic's servers, and this server runs no tools; omit it, or let tool_choice name another tool",
                 )
 
-    def _offered(self) -> list[tuple[int, ClientTool]]:
-        """The tools that the model reads, with their numbers: all but those of servers, and those that a search has yet to find."""
+    def _offered(self, found: AbstractSet[str]) -> list[tuple[int, ClientTool]]:
+        """The tools that the model reads, with their numbers: all but those of servers, and those that a search has yet to find.
+
+        `found`: names of those that it has found.
+        """
         tools = list(enumerate(self.tools or ()))
-        found = {part.tool_name for part in self._results() if isinstance(part, ToolReference)}
-        if self.tool_choice is not None and self.tool_choice.name is not None:
-            found.add(self.tool_choice.name)
+        chosen = None if self.tool_choice is None else self.tool_choice.name
         is_searched_by_server = any(
             isinstance(tool, ServerTool) and tool.type.startswith("tool_search") for _, tool in tools
         )
@@ -456,7 +474,7 @@ class CountTokensRequest(Strict):
             (number, tool)
             for number, tool in tools
             if isinstance(tool, ClientTool)
-            and (not tool.defer_loading or tool.name in found or is_searched_by_server)
+            and (not tool.defer_loading or tool.name in found or tool.name == chosen or is_searched_by_server)
         ]
 
     def _results(self) -> Iterator[Any]:
@@ -481,9 +499,12 @@ def _add_blocks(
     role: Literal["user", "assistant", "system"],
     blocks: list[Any],
     where: str,
-    tools: AbstractSet[str],
+    references: Mapping[str, TextBlock],
 ) -> None:
-    """Translate the blocks of one message: each result becomes a message, then all other blocks become one. `tools`: names of those offered."""
+    """Translate the blocks of one message: each result becomes a message, then all other blocks become one.
+
+    `references`: the texts in place of references to tools, by their names.
+    """
     content: list[Any] = []
     block_numbers: list[int] = []
     thoughts: list[str] = []
@@ -496,7 +517,7 @@ def _add_blocks(
                 raise fault(param, "the result of a tool belongs to a message of the user; send it there")
             if content:
                 raise fault(param, "results of tools come first in a message; put other blocks after them")
-            result = result_of(block.tool_use_id, _with_text_of_references(block.content, tools))
+            result = result_of(block.tool_use_id, _with_texts(block.content, references))
             chat.add(result, FieldPlace(f"{param}.content", result=f"{param}.tool_use_id"))
         elif isinstance(block, ThinkingBlock | RedactedThinkingBlock):
             if role != "assistant":
@@ -512,7 +533,7 @@ def _add_blocks(
         else:
             content.append(block)
             block_numbers.append(number)
-    if not content and not calls and not thoughts:
+    if not content and not calls and not thoughts and role != "assistant":
         return
     message = message_of(role, content or None)
     if thoughts:
@@ -525,17 +546,20 @@ def _add_blocks(
     chat.add(message, FieldPlace(where, None if has_all_blocks else block_numbers, fields))
 
 
-def _with_text_of_references(content: Any, tools: AbstractSet[str]) -> Any:
-    """The content of a result, with a text in place of each reference to a tool."""
+def _with_texts(content: Any, references: Mapping[str, TextBlock]) -> Any:
+    """The content of a result, with a text in place of each reference to a tool.
+
+    References to one tool share their text: a part of its own needs more memory than a body is charged for a reference.
+    """
     if not isinstance(content, list):
         return content
-    return [_text_of(part, tools) if isinstance(part, ToolReference) else part for part in content]
+    return [references[part.tool_name] if isinstance(part, ToolReference) else part for part in content]
 
 
-def _text_of(reference: ToolReference, tools: AbstractSet[str]) -> TextBlock:
-    state = "can be called now" if reference.tool_name in tools else "is no longer there"
-    text = f"The tool {reference.tool_name} {state}.\n"
-    return TextBlock.model_construct(type="text", text=text)
+def _text_of(name: str, is_offered: bool) -> TextBlock:
+    """The text in place of a reference to this tool."""
+    state = "can be called now" if is_offered else "is no longer there"
+    return TextBlock.model_construct(type="text", text=f"The tool {name} {state}.\n")
 
 
 class MessagesRequest(CountTokensRequest):
