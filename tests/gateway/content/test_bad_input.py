@@ -177,7 +177,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("parameters that are a list", tools({"name": "f", "parameters": []}), 400, "tools[0].function.parameters", "dictionary"),
     ("parameters that are a string", tools({"name": "f", "parameters": {"type": "string"}}), 400, "tools[0].function.parameters", "type must be 'object'"),
     ("parameters that are too long", tools({"name": "f", "parameters": {"title": "x" * 65_536}}), 400, "tools[0].function.parameters", "more than 65536 characters"),
-    ("tools that are too long for a prompt", tools(*[{"name": f"f{i}", "description": "word " * 3000} for i in range(9)]), 400, "messages", "fit; shorten it"),
+    ("tools that are too long for a prompt", tools(*[{"name": f"f{i}", "description": "word " * 3000} for i in range(9)]), 400, "tools", " characters; shorten it"),
     ("tools that are too long for a grammar", tools(*[{"name": f"f{i}", "parameters": {"title": "x" * 40_000}} for i in range(2)], tool_choice="required"), 400, "tools", "more than 65536 characters together"),
     ("a tool that must match what is not enforced", tools({"name": "f", "strict": True, "parameters": {"not": {}}}), 400, "tools", "Unimplemented keys"),
     ("a tool that must match what explodes", tools({"name": "f", "parameters": {"properties": {str(i): {} for i in range(3000)}}}, tool_choice="required"), 400, "tools", "too big"),

@@ -84,7 +84,7 @@ async def test_a_description_is_as_long_as_the_context_permits(launch: Launch) -
     longer = {"type": "function", "function": {"name": "add", "description": description * 2}}
     with pytest.raises(openai.BadRequestError) as refused:
         await answer(gateway, tools=[longer])
-    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "tools")
 
 
 async def test_tool_choice_none_leaves_tools_out_of_prompt_and_answer(launch: Launch) -> None:

@@ -153,14 +153,37 @@ async def test_returned_reasoning_may_exceed_the_context_within_its_own_limit(in
     assert fits.layout.token_ids == (await prepare(intake, reasoned(1, 1))).layout.token_ids
     error = await refusal(intake, reasoned(most, 1))
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
-    assert (
-        f"has {most + 1} characters, more than the limit of {most}; leave out that of earlier"
-        in error.message
+    assert error.message.startswith(
+        f"prompt is too long: about {most // 4} tokens > {frontend.max_model_len - 1} maximum. This model's maximum context length is "
+        f"{frontend.max_model_len} tokens; the reasoning of all messages has {most + 1} characters, more than the limit of {most}; leave out that of earlier"
     )
-    with pytest.raises(ApiError, match="the reasoning of all messages"):
+    words = rf"^prompt is too long: about {most // 4} tokens > {MAX_TEXT_TOKENS} maximum; the reasoning of all messages"
+    with pytest.raises(ApiError, match=words):
         await intake.token_ids(
             reasoned(most, 1).messages, MediaHold(100).reservation(), Timeline("r", 0.0), 0
         )
+
+
+def with_tool(text: str, description: str) -> ChatRequest:
+    function = {"name": "f", "description": description}
+    return asked(text, tools=[{"type": "function", "function": function}])
+
+
+async def test_a_prompt_that_is_too_long_by_its_tools_names_them(intake, frontend):
+    longest = frontend.longest_token_characters
+    for number, words in (
+        (1000, "the text, most of it that of tools, with"),
+        (longest * 1000, "the text has"),
+    ):
+        for text, description, param in (
+            ("red", "red " * number, "tools"),
+            ("red " * number, "Adds.", "messages"),
+        ):
+            request, share = with_tool(text, description), MediaHold(1 << 30).reservation()
+            with pytest.raises(ApiError) as caught:
+                await intake.prepare(request, share, Timeline("r", 0.0), 900)
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+            assert (words in caught.value.message) == (param == "tools" or words == "the text has")
 
 
 async def test_prompts_that_are_too_much_together_are_to_be_fewer(intake, frontend):
@@ -170,7 +193,8 @@ async def test_prompts_that_are_too_much_together_are_to_be_fewer(intake, fronte
             completion([each] * 40), MediaHold(100).reservation(), Timeline("r", 0.0), 0
         )
     assert caught.value.param == "prompt"
-    assert "but at most 131072 fit; send less text at once" in caught.value.message
+    assert caught.value.message.startswith("prompt is too long: at least 160000 tokens > 131072 maximum; ")
+    assert caught.value.message.endswith("; send less text at once")
 
 
 class Held:
@@ -289,7 +313,7 @@ async def test_tools_that_grow_when_rendered_are_refused_before_encoding(
         assert len(await asking) > 1000
         assert encoded[0].count("    1") == values
     else:
-        with pytest.raises(ApiError, match=words) as refused:
+        with pytest.raises(ApiError, match=f"^prompt is too long: .* maximum; .*{words}") as refused:
             await asking
         assert (refused.value.param, encoded) == ("tools", [])
     assert bool(rendering) == rendered

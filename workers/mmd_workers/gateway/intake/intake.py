@@ -124,7 +124,7 @@ class Intake:
             self._share(timeline),
         )
         layout, sources, begins = laid_out.layout, laid_out.sources, laid_out.begins
-        room = self._checks.room(layout, sources, limit)
+        room = self._checks.room(layout, sources, limit, laid_out.text_param)
         negative = await self._chats.negative_turn(request, limit, reservation)
         guidance = guidance_of(self._frontend, request, layout, limit, negative)
         room = beside_companion(room, guidance, limit)
@@ -203,7 +203,7 @@ class Intake:
         laid_out = await self._chats.lay_out(
             messages, tools, reservation, timeline, max_tokens, SEND_LESS, reasons, choice
         )
-        return self._checks.counted(laid_out.layout.token_ids, max_tokens, "messages")
+        return self._checks.counted(laid_out.layout.token_ids, max_tokens, laid_out.text_param)
 
     async def token_ids_of_text(
         self, prompt: str, special_tokens: bool, reservation: RequestReservation, model_len: int
