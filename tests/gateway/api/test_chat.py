@@ -17,6 +17,7 @@ import pytest
 
 from mmd_api.contract.sampling import LogitRules
 from mmd_workers.features.references import layout_of
+from mmd_workers.gateway.api import choices
 from mmd_workers.gateway.content.parts import PART_TYPES
 from mmd_workers.media import containers
 from mmd_workers.media.choice import FoundFrames, SamplingChoice
@@ -164,7 +165,17 @@ async def test_chunks_have_the_fields_of_the_api_alone(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_each_chunk_has_the_usage_so_far_on_request(launch: Launch, path: str) -> None:
+async def test_each_chunk_has_the_usage_so_far_on_request(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    counted: list[int] = []
+    details = choices.prompt_details
+
+    def counting(layouts: Any) -> Any:
+        counted.append(len(layouts))
+        return details(layouts)
+
+    monkeypatch.setattr(choices, "prompt_details", counting)
     gateway = await launch()
     worker = await gateway.worker("the red circle " * 8)
     asked = {"messages": HELLO} if "chat" in path else {"prompt": "hello"}
@@ -183,6 +194,7 @@ async def test_each_chunk_has_the_usage_so_far_on_request(launch: Launch, path: 
             assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt}
         else:
             assert all("usage" not in chunk for chunk in chunks)
+    assert counted == [1, 1]  # the prompt of a stream is counted once
 
 
 async def test_many_stop_strings_are_looked_for(launch: Launch) -> None:

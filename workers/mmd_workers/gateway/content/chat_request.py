@@ -38,7 +38,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[
-        bool | None, Explained("with `include_usage`, each chunk has the token counts so far")
+        bool | None, Explained("with `include_usage`, each chunk has the token counts of all answers so far")
     ] = None
     include_obfuscation: Annotated[bool | None, Ignored("chunks are never padded")] = None
 
