@@ -86,6 +86,15 @@ async def test_what_is_not_there_counts_as_empty(launch: Launch) -> None:
     assert await prompt(gateway, [ASKED, {**answer, **dumped}, ASKED]) == plain
 
 
+@pytest.mark.parametrize("field", ["reasoning_details", "thinking_blocks"])
+async def test_an_answer_of_reasoning_in_another_form_is_an_empty_turn(launch: Launch, field: str) -> None:
+    gateway = await launch()
+    await gateway.worker()
+    empty = await prompt(gateway, [ASKED, {"role": "assistant", "content": ""}, ASKED])
+    details = {"role": "assistant", "content": None, field: [{"type": "reasoning.encrypted", "data": "x"}]}
+    assert await prompt(gateway, [ASKED, details, ASKED]) == empty
+
+
 async def test_a_refusal_is_what_the_model_said(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker()

@@ -174,9 +174,9 @@ def _written(value: Any, *, keys: bool = False) -> Iterator[str]:
 def _with_media_after_results(
     messages: Sequence[dict[str, Any]], kept: AbstractSet[str], between: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Move the media of tool results to the user's message after the results, without changing the order of media.
+    """Move the media of tool results to the user's message after the results.
 
-    `kept`: modalities that stay in the results. `between`: messages that go before a message that has to be added.
+    The media of one modality stay in their order. `kept`: modalities that stay in the results. `between`: messages that go before a message that has to be added.
     """
     placed: list[dict[str, Any]] = []
     moved: list[dict[str, Any]] = []

@@ -54,6 +54,7 @@ ResultContent = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
     OF_CONTENT,
+    Explained("the result of a tool may be empty"),
 ]
 """Content of a tool call's result, which may be empty."""
 
@@ -147,7 +148,9 @@ class AnswerMessage(_Turn):
 
     @model_validator(mode="after")
     def _says_something(self) -> AnswerMessage:
-        if self.content is None and self.refusal is None and not self.thoughts and not self.tool_calls:
+        has_other_reasoning = bool({"reasoning_details", "thinking_blocks"} & self.model_fields_set)
+        has_text = self.content is not None or self.refusal is not None or self.thoughts
+        if not has_text and not self.tool_calls and not has_other_reasoning:
             raise PydanticCustomError(
                 "no_content",
                 "content must be a string or a list of parts where the message has neither tool_calls nor refusal",
