@@ -52,7 +52,13 @@ def _merged(fields: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, 
         texts = found.setdefault((name, handling), [])
         if text not in texts:
             texts.append(text)
-    return ((*field, " or ".join(texts)) for field, texts in found.items())
+    return ((*field, _alternatives(texts)) for field, texts in found.items())
+
+
+def _alternatives(texts: list[str]) -> str:
+    """What several branches allow, each kind of value once."""
+    longest = [text for text in texts if not any(other.startswith(f"{text}; ") for other in texts)]
+    return " or ".join(dict.fromkeys(" or ".join(longest).split(" or ")))
 
 
 def page(text: str) -> str:
@@ -63,9 +69,12 @@ def page(text: str) -> str:
 
 
 def _fields(
-    model: type[BaseModel], prefix: str, skip: Collection[str] = ()
+    model: type[BaseModel], prefix: str, skip: Collection[str] = (), is_ignored: bool = False
 ) -> Iterator[tuple[str, str, str]]:
-    """Name, handling and text of every field of a model, and of the objects in it but for those of the fields `skip`."""
+    """Name, handling and text of every field of a model, and of the objects in it but for those of the fields `skip`.
+
+    `is_ignored`: the model is in a field without effect.
+    """
     schema = model.model_json_schema()
     for own_name, field in model.model_fields.items():
         name = field.alias or own_name
@@ -79,15 +88,17 @@ def _fields(
             text = f"{text}; {effect.what}"
         if field.is_required() and not prefix:
             text = f"{text}; required"
-        yield where, "served" if ignored is None else "ignored", text
+        has_no_effect = is_ignored or ignored is not None
+        yield where, "ignored" if has_no_effect else "served", text
         if name not in skip:
-            yield from _nested(field, where)
+            yield from _nested(field, where, has_no_effect)
 
 
-def _nested(field: FieldInfo, where: str) -> Iterator[tuple[str, str, str]]:
+def _nested(field: FieldInfo, where: str, is_ignored: bool = False) -> Iterator[tuple[str, str, str]]:
     """The fields of the objects that a field may have; of a list, those of its items."""
     for model, in_list in _models(field.annotation):
-        yield from _fields(model, f"{where}{'[]' if in_list and not where.endswith('[]') else ''}.")
+        prefix = f"{where}{'[]' if in_list and not where.endswith('[]') else ''}."
+        yield from _fields(model, prefix, is_ignored=is_ignored)
 
 
 def _models(annotation: Any, in_list: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:

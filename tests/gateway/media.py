@@ -26,6 +26,12 @@ def png() -> bytes:
     return out.getvalue()
 
 
+def pdf() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (56, 56), (200, 30, 30)).save(out, "PDF")
+    return out.getvalue()
+
+
 def mp4() -> bytes:
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:

@@ -10,7 +10,7 @@ import pytest
 from mmd_api.contract.errors import UnsupportedInputError
 from mmd_api.spec.media import AudioPolicy, MediaPolicy
 from mmd_api.spec.model import ModelSpec
-from mmd_workers.gateway.answers.usage import usage_of
+from mmd_workers.gateway.answers.usage import prompt_details
 from mmd_workers.model.frontend import HfFrontend, load_frontend
 from support.oracles import model_zoo as zoo
 
@@ -47,7 +47,7 @@ def test_truncation_needs_the_resource_to_allow_it_and_is_reported(checkpoint: C
     served = frontend(checkpoint("qwen2_audio"), AudioPolicy(too_long="Truncate"))
     layout = served.layout(zoo.conversation(medium, "tell me what it is"), [medium.info])
     assert layout.media[0].sampling.num_samples == 4 * RATE
-    assert usage_of([layout], 1, 0).prompt_tokens_details.truncated_audio_seconds == 1.5
+    assert prompt_details([layout]).truncated_audio_seconds == 1.5
 
 
 @pytest.mark.models

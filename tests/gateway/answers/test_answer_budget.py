@@ -13,7 +13,7 @@ from mmd_api.tenants import new_key
 from mmd_workers.gateway.answers.answer_budget import AnswerShare, AnswerSize, answer_budget
 from mmd_workers.gateway.answers.answer_part import AnswerPart
 from mmd_workers.gateway.answers.choice_stream import ChoiceStream
-from mmd_workers.gateway.answers.usage import usage_of
+from mmd_workers.gateway.answers.usage import prompt_details, usage_of
 from mmd_workers.gateway.api.chat.chat_response import ChatCompletion
 from mmd_workers.gateway.api.chat.chat_shape import CompleteChoice, chunk_choice, with_logprobs
 from mmd_workers.gateway.basics import media_hold as hold_module
@@ -286,7 +286,7 @@ def test_a_text_that_looks_like_log_probabilities_stays_text() -> None:
         created=1,
         model="m",
         choices=[whole.choice(token_ids=False) for whole in wholes],
-        usage=usage_of([PromptLayout(token_ids=[1], media=[])], 2, 0),
+        usage=usage_of(prompt_details([PromptLayout(token_ids=[1], media=[])]), 2, 0),
     )
     answer = json.loads(b"".join(with_logprobs(completion.model_dump_json().encode(), wholes)))
     assert [choice["message"]["content"] for choice in answer["choices"]] == [text, text]

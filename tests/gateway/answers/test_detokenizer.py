@@ -132,6 +132,24 @@ def test_text_ends_at_its_first_complete_stop_string_however_cut(text, stops, si
     assert (scanner.matched is not None) == any(s in text for s in stops)
 
 
+@given(
+    pieces=st.lists(st.text(alphabet="ab]^-\\\n", max_size=4), max_size=12),
+    stops=st.lists(st.text(alphabet="ab]^-\\\n", min_size=1, max_size=6), max_size=64),
+)
+@settings(max_examples=400, deadline=None)
+def test_the_longest_beginning_of_any_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    scanner = StopScanner(stops)
+    text = shown = ""
+    for piece in pieces:
+        text += piece
+        shown += scanner.push(piece)
+        if scanner.matched is not None:
+            break
+        assert text.startswith(shown)
+        begun = [stop[:n] for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        assert text[len(shown) :] == max(begun, key=len, default="")
+
+
 def test_no_more_is_held_back_than_may_begin_a_stop_string() -> None:
     scanner = StopScanner(["END"])
     assert scanner.push("the E") == "the "

@@ -136,6 +136,16 @@ def test_the_page_lists_every_request_field_and_its_handling(path: str) -> None:
     assert not model.model_fields.keys() & not_served.keys()
 
 
+def test_fields_of_a_field_without_effect_have_none() -> None:
+    for table in section("Fields").split("\n### ")[1:]:
+        handled = [(quoted(cells[0])[0], cells[1]) for cells in rows(table)]
+        ignored = {name for name, handling in handled if handling == "ignored"}
+        ignored -= {name for name, handling in handled if handling != "ignored"}
+        for name, handling in handled:
+            parent = name.rpartition(".")[0].removesuffix("[]")
+            assert handling == "ignored" or parent not in ignored
+
+
 def test_every_path_that_takes_a_body_has_its_table_of_fields() -> None:
     paths = {name for method, name in documented_routes(PAGE.split("\n## ")[0]) if method == "POST"}
     assert {path.split()[1] for path in REQUESTS} == paths - {"/v1/files"}
@@ -169,8 +179,14 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "messages": [conversation.MAX_MESSAGES],
         "parts of a message": [conversation.MAX_PARTS],
         "tool calls of a message": [call_parser.MAX_TOOL_CALLS],
-        "tools": [tools.MAX_TOOLS],
-        "characters of a tool's description": [tools.MAX_DESCRIPTION_CHARACTERS],
+        "tools in a prompt, and tools of Anthropic's messages with those that are not in it": [
+            tools.MAX_TOOLS,
+            messages_request.MAX_LISTED_TOOLS,
+        ],
+        "`stop` strings, and their characters in all": [
+            chat_request.MAX_STOPS,
+            chat_request.MAX_STOP_CHARACTERS,
+        ],
         "brackets that open, commas and colons in the arguments of all tool calls": [
             conversation.MAX_ARGUMENT_MARKS
         ],

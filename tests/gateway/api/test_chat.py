@@ -17,6 +17,7 @@ import pytest
 
 from mmd_api.contract.sampling import LogitRules
 from mmd_workers.features.references import layout_of
+from mmd_workers.gateway.api import choices
 from mmd_workers.gateway.content.parts import PART_TYPES
 from mmd_workers.media import containers
 from mmd_workers.media.choice import FoundFrames, SamplingChoice
@@ -161,6 +162,47 @@ async def test_chunks_have_the_fields_of_the_api_alone(launch: Launch) -> None:
     assert {frozenset(choice) for choice in choices} == {
         frozenset({"index", "delta", "logprobs", "finish_reason"})
     }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_each_chunk_has_the_usage_so_far_on_request(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    counted: list[int] = []
+    details = choices.prompt_details
+
+    def counting(layouts: Any) -> Any:
+        counted.append(len(layouts))
+        return details(layouts)
+
+    monkeypatch.setattr(choices, "prompt_details", counting)
+    gateway = await launch()
+    worker = await gateway.worker("the red circle " * 8)
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "hello"}
+    for continuous in (True, False):
+        options = {"include_usage": True, "continuous_usage_stats": continuous}
+        body = {"model": MODEL, **asked, "max_tokens": 64, "stream": True, "stream_options": options}
+        response = await gateway.http.post(path, json=body)
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        *chunks, last = [json.loads(line) for line in lines]
+        prompt, tokens = len(worker.requests[-1].token_ids), len(worker.answer)
+        assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (prompt, tokens)
+        if continuous:
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert (counts[0] < tokens, counts[-1]) == (True, tokens)
+            assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt}
+        else:
+            assert all("usage" not in chunk for chunk in chunks)
+    assert counted == [1, 1]  # the prompt of a stream is counted once
+
+
+async def test_many_stop_strings_are_looked_for(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    stops = [*(f"never {number:02}" for number in range(63)), "circle"]
+    answer = await gateway.openai.chat.completions.create(model=MODEL, messages=HELLO, stop=stops)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("the red ", "stop")
 
 
 async def test_the_synchronous_client_works_as_well(launch: Launch) -> None:

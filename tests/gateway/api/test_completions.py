@@ -162,6 +162,7 @@ async def test_negative_prompts_count_among_the_tokens_of_a_request(launch: Laun
     error = await refused(
         gateway, prompt=["red"] * 64, guidance_scale=2, negative_prompt="red " * 3000, max_tokens=1
     )
+    assert error["message"].startswith("prompt is too long: ")
     assert "negative ones included" in error["message"]
 
 
@@ -226,9 +227,9 @@ CASES: list[tuple[str, dict, str, str]] = [
     ("a text with an image's token", {"prompt": "what is <|IMAGE|>?"}, "prompt", "'<|IMAGE|>' stands for a medium"),
     ("65 prompts", {"prompt": ["x"] * 65}, "prompt", "at most 64"),
     ("more answers than fit", {"prompt": ["x"] * 5, "n": 13}, "prompt", "65 answers, more than the limit of 64"),
-    ("a prompt as long as the context", {"prompt": [1] * 4096}, "prompt", "the prompt has 4096 tokens, but at most 4095 fit"),
-    ("prompts of too many tokens", {"prompt": ["red " * 3000] * 60}, "prompt[43]", "fit one request"),
-    ("a text that cannot fit", {"prompt": ["x", "x" * 600_000]}, "prompt[1]", "at most 4095 fit"),
+    ("a prompt as long as the context", {"prompt": [1] * 4096}, "prompt", "prompt is too long: 4096 tokens > 4095 maximum. This model's maximum context length is 4096 tokens; "),
+    ("prompts of too many tokens", {"prompt": ["red " * 3000] * 60}, "prompt[43]", "the tokens of the prompts so far"),
+    ("a text that cannot fit", {"prompt": ["x", "x" * 600_000]}, "prompt[1]", "tokens > 4095 maximum"),
     ("a suffix", {"suffix": "end"}, "suffix", "does not fill gaps"),
     ("best of two", {"best_of": 2}, "best_of", "use n"),
     ("more log probabilities than a message has", {"prompt": [1] * 900, "echo": True, "logprobs": 19}, "prompt", "18000 log probabilities, more than the limit of 16384"),

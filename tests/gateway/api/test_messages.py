@@ -6,15 +6,17 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
+from mmd_workers.gateway.api.messages import messages_request
 from mmd_workers.wire.messages.message_parts import Phase
 from mmd_workers.wire.messages.prefill import GenerateRequest
-from tests.gateway.media import png, url
+from tests.gateway.media import pdf, png, url
 from tests.gateway.running import Launch, Running
 from tests.gateway.scripted import HalfFirst, ScriptedWorker, answer_well
 
@@ -50,6 +52,8 @@ NUMBERS = {
 }
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": NUMBERS}
 NOW: Any = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
+SEARCH: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 2, "user_location": None}
+DEFERRED: Any = {**NOW, "defer_loading": True}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 CALL_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
@@ -215,6 +219,11 @@ def block(**source: Any) -> dict[str, Any]:
     return {"messages": [*HELLO, {"role": "user", "content": [{"type": "image", "source": source}]}]}
 
 
+def many(number: int, **more: Any) -> list[dict[str, Any]]:
+    """So many tools."""
+    return [{"name": f"f{n}", "input_schema": {}, **more} for n in range(number)]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
     "too hot": ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
@@ -256,9 +265,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         turns(("user", [USED])),
         "messages.0.content.0: the use of a tool belongs to a message of the assistant",
     ),
-    "an image as a result": (
-        turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": IMAGE}]}])),
-        "messages.1.content.0.content.0: type 'image' is not supported; results of tools are text",
+    "a result of no image": (
+        turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}, {"type": "image", "source": {**IMAGE, "data": "aGVsbG8="}}]}])),
+        "messages.1.content.0.content.1.source: ",
+    ),
+    "a result of an unknown type": (
+        turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "picture"}]}])),
+        "messages.1.content.0.content.0: unknown part type 'picture'; use text, tool_reference, image or document",
     ),
     "an input that is text": (turns(("assistant", [{**USED, "input": "{}"}])), "messages.0.content.0.input: "),
     "an input of no number": (
@@ -266,10 +279,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "messages.0.content.1.input: the arguments of all tool calls have more than 65536",
     ),
     "too many calls": (turns(("assistant", [USED] * 129), HELLO[0]), "messages.0.content.128: more than 128 calls"),
-    "a tool of Anthropic's": (
-        {"tools": [ADD, {"type": "web_search_20250305", "name": "web_search"}]},
-        "tools.1: type 'web_search_20250305' is not supported; this server runs no tools",
+    "a tool of Anthropic's models": (
+        {"tools": [ADD, {"type": "bash_20250124", "name": "bash"}]},
+        "tools.1: type 'bash_20250124' is not supported; this server runs no tools",
     ),
+    "a tool of Anthropic's servers with a typo": (
+        {"tools": [ADD, {"type": "web_serach_20250305", "name": "web_search"}]},
+        "tools.1: type 'web_serach_20250305' is not supported",
+    ),
+    "a forced tool of Anthropic's servers": (
+        {"tools": [ADD, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+        "tools.1: web_search_20250305 runs on Anthropic's servers, and this server runs no tools; omit it",
+    ),
+    "any tool, one of Anthropic's servers": ({"tools": [SEARCH, ADD], "tool_choice": {"type": "any"}}, "tools.0: web_search_20250305 runs"),
+    "a fault after a tool that is left out": ({"tools": [SEARCH, ADD, ADD]}, "tools.2.name: another tool has the name 'add'"),
+    "any tool, all of them deferred": ({"tools": [DEFERRED], "tool_choice": {"type": "any"}}, "tool_choice: any needs tools; send some that are not deferred"),
+    "the name of a deferred tool twice": ({"tools": [ADD, {**ADD, "defer_loading": True}]}, "tools.1.name: another tool has the name 'add'"),
+    "too many tools": ({"tools": many(129)}, "tools: more than 128 tools in the prompt; send fewer, or defer some"),
+    "too many tools that are found": (
+        {"tools": [*many(1000, defer_loading=True), {"type": "tool_search_tool_bm25", "name": "search"}]}, "tools: more than 128 tools in the prompt"
+    ),
+    "too many deferred tools": ({"tools": many(1025, defer_loading=True)}, "tools: send at most 1024 entries"),
+    "a deferral of another type": ({"tools": [{**ADD, "defer_loading": "yes"}]}, "tools.0.defer_loading: Input should be a valid boolean"),
+    "a reference to a tool without name": (turns(("assistant", [USED]), ("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "name": "add"}]}])), "unknown field messages.1.content.0.content.0.name"),
     "a tool without schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema is missing"),
     "two tools of one name": ({"tools": [ADD, ADD]}, "tools.1.name: another tool has the name 'add'"),
     "a schema with a large integer": (
@@ -279,7 +311,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a forced tool of none": ({"tool_choice": {"type": "any"}}, "tool_choice: any needs tools"),
     "an unknown tool": ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: no tool has the name 'f'"),
     "a choice without name": ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice: type tool requires name"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: this model's chat template and tokenizer have no markers of reasoning"),
+    "another kind of thinking": ({"thinking": {"type": "enable"}}, "thinking.type: Input should be 'enabled', 'disabled', 'adaptive' or 'between_tools'"),
+    "thinking with a typo": ({"thinking": {"type": "adaptive", "budget": 1}}, "unknown field thinking.budget; remove it"),
+    "a compaction": (
+        {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+        "context_management.edits.0.type: Input should be 'clear_thinking_20251015' or 'clear_tool_uses_20250919'",
+    ),
+    "an edit with a typo": (
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keeps": "all"}]}},
+        "unknown field context_management.edits.0.keeps; remove it",
+    ),
+    "the first of two": ({"mcp_servers": [{}], "container": "x"}, "mcp_servers is not supported"),
+    "the second of two": ({"container": "x", "mcp_servers": [{}]}, "container is not supported"),
     "a begun answer": (
         {"messages": [*HELLO, {"role": "assistant", "content": "I"}]},
         "messages.1: the answer cannot go on in a message of the assistant",
@@ -295,7 +338,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a long prompt": (
         {"messages": [*HELLO, {"role": "user", "content": "red circle " * 2000}]},
-        "the text has 22005 characters",
+        "prompt is too long: at least 1572 tokens > 1023 maximum. This model's maximum context length is 1024 tokens; the text has 22005 characters",
     ),
 }  # fmt: skip
 
@@ -359,6 +402,98 @@ async def test_tools_calls_and_results_are_the_prompt_of_a_chat_with_them(
     assert counted.input_tokens == len(expected)
     await create(client, tools=[ADD], tool_choice={"type": "none"})
     assert worker.requests[1].token_ids == await prompt_of(gateway, HELLO)
+
+
+async def test_what_a_tool_has_read_reaches_the_model_as_in_a_chat(launch: Launch, clients: Any) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    text = {"type": "text", "text": "hello"}
+    picture = {"type": "image_url", "image_url": {"url": url("image/png", png())}}
+    page = {"type": "file", "file": {"file_data": url("application/pdf", pdf())}}
+    image = {"type": "image", "source": IMAGE, "cache_control": {"type": "ephemeral"}}
+    source = {"type": "base64", "media_type": "application/pdf", "data": base64.b64encode(pdf()).decode()}
+    document = {"type": "document", "source": source}
+    for content, same in (
+        ([image], [picture]),
+        ([text, image], [text, picture]),
+        ([document, image, text], [page, picture, text]),
+        ([], []),
+    ):
+        read = {"type": "tool_result", "tool_use_id": "1", "content": content}
+        await create(clients(gateway), **turns(HELLO[0], ("assistant", [USED]), ("user", [read, text])))
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+        chat = [
+            *HELLO,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": same},
+            {"role": "user", "content": [text]},
+        ]
+        assert worker.requests[-1].token_ids == await prompt_of(gateway, chat)
+        assert len(worker.requests[-1].features) == sum(part is not text for part in same)
+
+
+def found(*names: str) -> dict[str, Any]:
+    """A conversation in which the client's search has found tools of these names."""
+    references = [{"type": "tool_reference", "tool_name": name} for name in names]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": references}
+    return turns(HELLO[0], ("assistant", [USED]), ("user", [result]))
+
+
+async def test_a_deferred_tool_is_in_the_prompt_once_a_reference_names_it(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL_NOW)
+
+    async def asked(**more: Any) -> tuple[str, list[str]]:
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 64, **more}
+        response = await gateway.http.post("/v1/messages", json=body)
+        assert response.status_code == 200, response.text
+        prompt = gateway.tokenizer.decode(worker.requests[-1].token_ids)
+        return prompt, [block["type"] for block in response.json()["content"]]
+
+    tools = {"tools": [ADD, DEFERRED]}
+    alone, _ = await asked(tools=[ADD])
+    assert await asked(**tools) == (alone, ["text"])
+    assert await asked(tools=[ADD, DEFERRED, *many(1000, defer_loading=True)]) == (alone, ["text"])
+    prompt, blocks = await asked(**tools, **found("now"))
+    assert '{"name": "now", "parameters"' in prompt
+    assert "The tool now can be called now.\n<" in prompt
+    assert blocks == ["tool_use"]
+    prompt, _ = await asked(**tools, **found("later"))
+    assert "The tool later is no longer there.\n<" in prompt
+    for more in (
+        {"tool_choice": {"type": "tool", "name": "now"}},
+        {"tools": [ADD, DEFERRED, {"type": "tool_search_tool_regex_20251119", "name": "search"}]},
+    ):
+        prompt, blocks = await asked(**{**tools, **more})
+        assert '{"name": "now", "parameters"' in prompt
+        assert blocks == ["tool_use"]
+
+
+def test_references_to_one_tool_share_their_text() -> None:
+    body = {"model": MODEL, "max_tokens": 64, "tools": [ADD, DEFERRED], **found(*["now", "later"] * 100)}
+    chat = messages_request.parse_messages_request(body)
+    texts: Any = chat.messages[-1].content
+    assert len(texts) == 200
+    assert len({id(text) for text in texts}) == 2
+
+
+async def test_tools_of_servers_are_left_out_where_the_choice_is_free(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL)
+    for choice in (None, {"type": "auto"}, {"type": "none"}, {"type": "tool", "name": "add"}):
+        prompts = []
+        for tools in ([ADD], [SEARCH, ADD, {"type": "code_execution_20250825", "name": "code_execution"}]):
+            body = {
+                "model": MODEL,
+                "messages": HELLO,
+                "max_tokens": 64,
+                "tools": tools,
+                "tool_choice": choice,
+            }
+            response = await gateway.http.post("/v1/messages", json=body)
+            assert response.status_code == 200, response.text
+            prompts.append(worker.requests[-1].token_ids)
+        assert prompts[0] == prompts[1]
 
 
 ANSWERS = {
@@ -496,6 +631,44 @@ async def test_values_that_mean_off_are_taken(launch: Launch, clients: Any) -> N
     nulls = dict.fromkeys([*off, "system", "temperature", "top_p", "top_k", "metadata", "cache_control"])
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 64, **nulls}
     assert (await gateway.http.post("/v1/messages", json=body)).status_code == 200
+
+
+HINTS: list[dict[str, Any]] = [
+    {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}},
+    {"thinking": {"type": "adaptive", "display": "updates"}},
+    {"thinking": {"type": "between_tools"}},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    {
+        "context_management": {
+            "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 9}}]
+        }
+    },
+    {"context_management": {}},
+]
+
+
+async def test_hints_change_nothing(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    for hint in [{}, *HINTS]:
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 64, **hint}
+        response = await gateway.http.post("/v1/messages", json=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["content"] == [{"type": "text", "text": TEXT}]
+        del body["max_tokens"]
+        counted = await gateway.http.post("/v1/messages/count_tokens", json=body)
+        assert counted.json() == {"input_tokens": len(worker.requests[0].token_ids)}
+    assert [request.token_ids for request in worker.requests] == [worker.requests[0].token_ids] * 7
+    assert worker.requests[-1].sampling == replace(
+        worker.requests[0].sampling, seed=worker.requests[-1].sampling.seed
+    )
+
+
+async def test_the_end_of_sequence_is_ignored_on_request(launch: Launch, clients: Any) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    await create(clients(gateway), extra_body={"ignore_eos": True})
+    assert worker.requests[0].sampling.ignore_eos
 
 
 async def test_errors_have_the_statuses_and_types_that_the_client_knows(launch: Launch, clients: Any) -> None:

@@ -75,6 +75,50 @@ def test_it_has_every_field_of_a_request_and_no_other(path: str) -> None:
             schema.validate({**good, name: value})
 
 
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    "/v1/messages": [
+        {"name": "f", "input_schema": {}, "defer_loading": True},
+        {"type": "custom", "name": "f", "input_schema": {}},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 2},
+        {"type": "tool_search_tool_bm25", "name": "search"},
+    ],
+    "/v1/responses": [
+        {"type": "function", **FUNCTION},
+        {"type": "namespace", "name": "g", "tools": [{"type": "function", **FUNCTION}]},
+        {"type": "web_search", "external_web_access": True},
+        {"type": "tool_search", "execution": "server"},
+    ],
+}
+MISSPELT: dict[str, list[dict[str, Any]]] = {
+    "/v1/messages": [
+        {"name": "f", "input_schema": {}, "defer_load": True},
+        {"type": "function", "name": "f", "input_schema": {}},
+        {"type": "web_serch_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "custom", "name": "f"},
+    ],
+    "/v1/responses": [
+        {"type": "web-search", "name": "f"},
+        {"type": "web_serch"},
+        {"type": "custom", "name": "f"},
+        {"type": "function", **FUNCTION, "defer_load": True},
+        {"type": "namespace", "name": "g"},
+        {"type": "namespace", "name": "g", "tools": [{"type": "web_search"}]},
+        {"name": "f"},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_tool_is_of_one_kind(path: str) -> None:
+    schema = validator(request_schema(path))
+    for tool in TOOLS[path]:
+        schema.validate({**GOOD[path], "tools": [tool]})
+    taken = [tool for tool in MISSPELT[path] if schema.is_valid({**GOOD[path], "tools": [tool]})]
+    assert taken == []
+
+
 async def test_an_answer_is_as_the_document_has_it(launch: Launch) -> None:
     gateway = await launch()
     worker: ScriptedWorker = await gateway.worker("the red circle")

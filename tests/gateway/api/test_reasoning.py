@@ -338,6 +338,37 @@ async def test_a_response_has_an_item_of_reasoning(reasoning_model: Any) -> None
     assert [(item.type, item.status) for item in cut.output] == [("reasoning", "incomplete")]
 
 
+OTHERS: list[dict[str, Any]] = [
+    {"reasoning": "the circle is red"},
+    {"reasoning": "the circle is red", "reasoning_details": [{"type": "reasoning.text", "text": "…"}]},
+    {"reasoning_content": "the circle is red", "reasoning": "red", "thinking_blocks": [{"type": "thinking"}]},
+    {"reasoning_content": None, "reasoning": "the circle is red", "reasoning_details": None},
+]
+
+
+async def test_reasoning_is_read_as_other_servers_spell_it(reasoning_model: Any) -> None:
+    model = await reasoning_model()
+    for fields in OTHERS:
+        said = {"role": "assistant", "content": "red", **fields}
+        await model.ask(REASONED, messages=[*ASKED, said, *ASKED])
+        turns = "[user]where?[assistant]<think>\nthe circle is red\n</think>\n\nred[user]where?"
+        assert model.prompt() == f"{turns}[assistant]<think>"
+    with pytest.raises(openai.BadRequestError, match=r"unknown field messages\[1\].reasonings; remove it"):
+        await model.ask(
+            REASONED, messages=[*ASKED, {"role": "assistant", "content": "red", "reasonings": "x"}]
+        )
+    foreign = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [{"type": "summary_text", "text": "red?"}],
+        "content": [{"type": "text", "text": "the circle is red"}],
+        "encrypted_content": "gAAAA",
+    }
+    items = [*ASKED, foreign, {"role": "assistant", "content": "red"}, *ASKED]
+    await model.gateway.openai.responses.create(model=MODEL, input=items)
+    assert model.prompt() == f"{turns}[assistant]<think>"
+
+
 async def test_items_of_reasoning_in_a_row_belong_to_one_answer(reasoning_model: Any) -> None:
     model = await reasoning_model()
     model.worker.answer = model.ids(REASONED)
@@ -396,6 +427,9 @@ async def test_a_message_has_a_block_of_thinking(reasoning_model: Any, claude: A
     counted = await client.messages.count_tokens(model=MODEL, messages=more, thinking={"type": "disabled"})
     assert counted.input_tokens == len(model.worker.requests[-1].token_ids)
     redacted = {"type": "redacted_thinking", "data": "x"}
+    hidden = [*ASKED, {"role": "assistant", "content": [redacted]}, {"role": "user", "content": "sure?"}]
+    await client.messages.create(**{**asked, "messages": hidden})
+    assert model.prompt().startswith("[user]where?[assistant][user]sure?[assistant]")
     with pytest.raises(Exception, match="thinking belongs to a message of the assistant") as misplaced:
         await client.messages.create(**{**asked, "messages": [{"role": "user", "content": [redacted]}]})
     assert misplaced.value.status_code == 400

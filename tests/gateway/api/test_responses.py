@@ -173,6 +173,8 @@ NUMBERS = {
 }
 ADD: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": NUMBERS}
 NOW: Any = {"type": "function", "name": "now"}
+GROUP: Any = {"type": "namespace", "name": "math", "description": "Sums.", "tools": [ADD]}
+SEARCH: Any = {"type": "web_search", "external_web_access": True}
 CALLED = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1, "b": 2}'}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 CALL_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -338,7 +340,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation in input"),
     "a conversation": ({"conversation": "conv_1"}, "conversation", "send the whole conversation in input"),
     "in the background": ({"background": True}, "background", "omit it, and stream long answers"),
-    "a tool of OpenAI's": ({"tools": [ADD, {"type": "web_search"}]}, "tools[1]", "type 'web_search' is not supported; this server runs no tools"),
+    "a tool of OpenAI's models": ({"tools": [ADD, {"type": "computer"}]}, "tools[1]", "type 'computer' is not supported; send tools of type function"),
+    "a tool of OpenAI's servers with a typo": ({"tools": [{"type": "web-search"}]}, "tools[0]", "type 'web-search' is not supported"),
+    "a forced tool, one of OpenAI's servers": (
+        {"tools": [ADD, SEARCH], "tool_choice": "required"},
+        "tools[1]",
+        "web_search runs on OpenAI's servers, and this server runs no tools; omit it, or set tool_choice to 'auto'",
+    ),
+    "a fault after a tool that is left out": ({"tools": [SEARCH, ADD, ADD]}, "tools[2].name", "another tool has the name 'add'"),
+    "two members of one name": ({"tools": [ADD, {**GROUP, "tools": [NOW, ADD, ADD]}]}, "tools[1].tools[2].name", "another tool has the name 'math.add'"),
+    "a group in a group": ({"tools": [{**GROUP, "tools": [GROUP]}]}, "tools[0].tools[0]", "type 'namespace' is not supported; send tools of type function"),
+    "a group with a typo": ({"tools": [{**GROUP, "strict": True}]}, "tools[0].strict", "unknown field tools[0].strict; remove it"),
+    "a member with a schema of no object": (
+        {"tools": [{**GROUP, "tools": [{**ADD, "parameters": {"type": "string"}}]}]}, "tools[0].tools[0].parameters", "must be 'object'"
+    ),
+    "too many members": (
+        {"tools": [{**GROUP, "tools": [{"type": "function", "name": f"f{n}"} for n in range(128)]}, ADD]}, "tools", "more than 128 functions"
+    ),
     "two tools of one name": ({"tools": [ADD, ADD]}, "tools[1].name", "another tool has the name 'add'"),
     "a schema with a large integer": ({"tools": [ADD, {**NOW, "strict": True, "parameters": {"enum": [2**53 + 1]}}]}, "tools[1].parameters", "beyond"),
     "a forced tool of none": ({"tool_choice": "required"}, "tool_choice", "required needs tools"),
@@ -348,18 +366,45 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "tool_choice.tools[0].name",
         "no tool has the name 'f'",
     ),
-    "a choice of OpenAI's": ({"tools": [ADD], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "'function'"),
+    "a choice of OpenAI's": ({"tools": [ADD], "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "type 'mcp' is not supported; choose a function"),
+    "an allowed tool of OpenAI's": (
+        {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "x"}]}},
+        "tool_choice.tools[0]",
+        "type 'mcp' is not supported; choose functions",
+    ),
+    "a choice without its group": ({"tools": [GROUP], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice.name", "no tool has the name 'add'"),
+    "a choice of another group": (
+        {"tools": [ADD, GROUP], "tool_choice": {"type": "function", "name": "add", "namespace": "maths"}}, "tool_choice.name", "no tool has the name 'maths.add'"
+    ),
+    "a search of the client": (
+        {"tools": [ADD, {"type": "tool_search", "execution": "client", "description": "x", "parameters": {}}]},
+        "tools[1]",
+        "tool_search of the client is not supported; omit it, and send the tools that it finds",
+    ),
+    "an MCP server alone": (
+        {"tools": [SEARCH, {"type": "mcp", "server_label": "x", "server_url": "https://x"}]},
+        "tools[1]",
+        "mcp runs on OpenAI's servers, and this server runs no tools; send the tools of the MCP server as functions",
+    ),
+    "encrypted reasoning alone": ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input", "has only reasoning that cannot be read here"),
     "half a call": ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
     "arguments that are no JSON": ({"input": ["x", {**CALLED, "arguments": "a"}][1:]}, "input[0].arguments", "no valid JSON"),
     "the second arguments": ({"instructions": "x", "input": [CALLED, {**CALLED, "arguments": "[]"}]}, "input[1].arguments", "must be an object"),
     "the output of no call": ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id", "no tool call before"),
-    "an image as output": (
-        {"input": [CALLED, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "image_url": "https://x"}]}]},
+    "no image as output": (
+        {"input": [CALLED, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "data:image/png;base64,aGVsbG8="}]}]},
+        "input[1].output[1].image_url",
+        "input[1].output[1].image_url: ",
+    ),
+    "an output of an unknown type": (
+        {"input": [CALLED, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_picture"}]}]},
         "input[1].output[0]",
-        "outputs of functions are text",
+        "unknown part type 'input_picture'; use text, input_text, image_url",
     ),
     "too many calls": ({"input": [CALLED] * 129}, "input[128]", "more than 128 calls"),
     "a reference": ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]", "type 'item_reference' is not supported"),
+    "a typo of a hint": ({"client_meta_data": {}}, "client_meta_data", "unknown field client_meta_data; remove it"),
+    "a hint of another type": ({"client_metadata": "x"}, "client_metadata", "should be a valid dictionary"),
     "unknown": ({"n": 2}, "n", "unknown field n; remove it"),
     "a file": (item({"type": "input_file", "file_id": "1"}), "input[1].content[0].file_id", "stores no files"),
     "an image's id": (item({"type": "input_image", "file_id": "1"}), "input[1].content[0].file_id", "stores no files"),
@@ -385,7 +430,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "text.format.schema",
         "text.format.schema: ",
     ),
-    "a long prompt": ({"input": "red circle " * 2000}, "input", "the text has 22000 characters"),
+    "a long prompt": ({"input": "red circle " * 2000}, "input", "prompt is too long: at least 1572 tokens > 1023 maximum. This model's maximum context length is 1024 tokens; the text has 22000 characters"),
 }  # fmt: skip
 
 
@@ -401,6 +446,104 @@ async def test_the_error_for_a_malformed_body_names_the_field_as_sent(launch: La
             assert (response.status_code, error["type"]) == (400, "invalid_request_error")
             assert error["param"] == param
             assert expected in error["message"]
+
+
+async def test_what_a_function_has_read_reaches_the_model_as_in_a_chat(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    text = {"type": "text", "text": "hello"}
+    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
+    image = {"type": "input_image", "image_url": PICTURE, "detail": "high"}
+    for output, same in (
+        ([image], [picture]),
+        ([{**text, "type": "input_text"}, image], [text, picture]),
+        ([], ""),
+    ):
+        read = {"type": "function_call_output", "call_id": "1", "output": output}
+        await create(gateway, input=[CALLED, read])
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": CALLED["arguments"]}}
+        chat = [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": same},
+        ]
+        assert worker.requests[-1].token_ids == await prompt_of(gateway, chat)
+        assert len(worker.requests[-1].features) == (picture in same if output else 0)
+
+
+async def test_a_function_of_a_group_is_called_with_its_namespace(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL.replace('"add"', '"math.add"'))
+    whole = await create(gateway, tools=[ADD, GROUP])
+    (call,) = whole.output
+    assert (call.type, call.namespace, call.name) == ("function_call", "math", "add")
+    assert whole.to_dict()["tools"][1]["tools"][0]["name"] == "add"
+    prompt = gateway.tokenizer.decode(worker.requests[-1].token_ids)
+    assert prompt.count('{"name": "add"') == prompt.count('{"name": "math.add"') == 1
+    async with gateway.openai.responses.stream(model=MODEL, input="hello", tools=[ADD, GROUP]) as stream:
+        events = [event async for event in stream]
+    items = [event.item for event in events if event.type.startswith("response.output_item.")]
+    assert [(item.namespace, item.name) for item in items] == [("math", "add")] * 2
+    done = next(event for event in events if event.type == "response.function_call_arguments.done")
+    assert done.name == "add"
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+    await create(gateway, input=[call, *outputs], tools=[GROUP])
+    assert '<tool_call>{"name": "math.add"' in gateway.tokenizer.decode(worker.requests[-1].token_ids)
+
+
+async def test_a_function_of_a_group_can_be_forced_or_allowed(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL.replace('"add"', '"math.add"'))
+    named = {"type": "function", "name": "add", "namespace": "math"}
+    for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
+        response = await create(gateway, tools=[ADD, GROUP], tool_choice=choice)
+        assert response.to_dict()["tool_choice"] == choice
+        (call,) = response.output
+        assert (call.namespace, call.name) == ("math", "add")
+        rules = worker.requests[-1].sampling.grammar.source
+        assert "math.add" in rules
+        assert "tool0" not in rules
+
+
+async def test_the_description_of_a_group_precedes_its_first_functions(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    group = {**GROUP, "tools": [ADD, {**ADD, "name": "sub"}, NOW]}
+    response = await create(gateway, tools=[group])
+    prompt = gateway.tokenizer.decode(worker.requests[-1].token_ids)
+    assert '{"name": "math.add", "description": "Sums.\\n\\nAdds."' in prompt
+    assert '{"name": "math.sub", "description": "Adds."' in prompt
+    assert '{"name": "math.now", "parameters"' in prompt
+    assert response.to_dict()["tools"][0]["description"] == "Sums."
+
+
+async def test_tools_of_servers_are_left_out_where_the_choice_is_free(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(CALL)
+    others: list[Any] = [
+        SEARCH,
+        {"type": "tool_search"},
+        {"type": "mcp", "server_label": "x", "server_url": "https://x"},
+    ]
+    for choice in ("auto", "none", {"type": "function", "name": "add"}):
+        alone = await create(gateway, tools=[ADD], tool_choice=choice)
+        beside = await create(gateway, tools=[*others, ADD], tool_choice=choice)
+        assert worker.requests[-1].token_ids == worker.requests[-2].token_ids
+        assert beside.tools == alone.tools
+
+
+async def test_ids_of_the_client_change_nothing(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker(TEXT)
+    response = await create(gateway, extra_body={"client_metadata": {"session_id": "1", "turn": {"n": 2}}})
+    assert response.output_text == TEXT
+    assert "client_metadata" not in response.to_dict()
+
+
+async def test_the_end_of_sequence_is_ignored_on_request(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    await create(gateway, extra_body={"ignore_eos": True})
+    assert worker.requests[0].sampling.ignore_eos
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,34 @@ async def test_a_failure_in_mid_stream_is_its_last_event(launch: Launch, surface
     assert TEXT.startswith(pieces)
     assert "another number of tokens" in (surface.fault(events[-1]) or "")
     await assert_nothing_is_left(gateway)
+
+
+TOO_LONG = (
+    r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)",  # as agents on Anthropic's API read it
+    r"maximum context length is (\d+) tokens",  # as those on OpenAI's do
+)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_overflow_has_the_words_that_agents_look_for(
+    launch: Launch, surface: Surface, stream: bool
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT, max_model_len=64)
+    path = "input" if surface.path == "/v1/responses" else "messages"
+    for text, least in (("red circle " * 50, 64), ("red circle " * 500, 64)):
+        messages = [{"role": "user", "content": text}]
+        body = asked(surface, stream=stream, **{path: messages})
+        response = await gateway.http.post(surface.path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+        by_tokens, by_context = (re.search(pattern, error["message"]) for pattern in TOO_LONG)
+        assert by_tokens is not None
+        assert by_context is not None
+        assert int(by_tokens[1]) >= least
+        assert (by_tokens[2], by_context[1]) == ("63", "64")
+        assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+    assert worker.requests == []
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -78,7 +78,7 @@ CASES: list[tuple[str, str, dict, str, str]] = [
     ("special tokens of messages", "/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens", "omit it"),
     ("a template", "/tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template", "not supported"),
     ("a text that is too long", "/tokenize", {"prompt": "r" * 200_000}, "prompt", "200000 tokens are more than the limit of 131072"),
-    ("a text of megabytes", "/tokenize", {"prompt": "x" * 20_000_000}, "prompt", "but at most 131072 fit; send less text at once"),
+    ("a text of megabytes", "/tokenize", {"prompt": "x" * 20_000_000}, "prompt", "tokens > 131072 maximum; the text has 20000000 characters; send less text at once"),
     ("no tokens", "/detokenize", {}, "tokens", "missing"),
     ("a token that is none", "/detokenize", {"tokens": [1, 99999]}, "tokens[1]", "has no token 99999"),
     ("a negative token", "/detokenize", {"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),

@@ -90,7 +90,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a tool message without id", body(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].tool_call_id", "missing"),
     ("a tool message without call", body(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}]), 400, "messages[0].tool_call_id", "no tool call before this message has the id '1'"),
     ("a result before its call", body(messages=[RESULT, CALL]), 400, "messages[0].tool_call_id", "before their results"),
-    ("a result that is an image", body(messages=[CALL, {**RESULT, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]), 400, "messages[1].content[0]", "use text or input_text"),
+    ("a result that is of an unknown type", body(messages=[CALL, {**RESULT, "content": [{"type": "picture"}]}]), 400, "messages[1].content[0]", "unknown part type 'picture'; use text, input_text, image_url"),
     ("a tool call without function", body(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]), 400, "messages[0].tool_calls[0].function", "missing"),
     ("a tool call of another type", body(messages=[{"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "function": {"name": "f", "arguments": "{}"}}]}]), 400, "messages[0].tool_calls[0].type", "'function'"),
     ("arguments that are an object", body(messages=[called({})]), 400, "messages[0].tool_calls[0].function.arguments", "string"),
@@ -150,7 +150,8 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("both token limits", body(max_completion_tokens=4), 400, "max_completion_tokens", "not both"),
     ("n of 0", body(n=0), 400, "n", "greater than or equal to 1"),
     ("n of 1000", body(n=1000), 400, "n", "less than or equal to 16"),
-    ("five stops", body(stop=["a", "b", "c", "d", "e"]), 400, "stop", "at most 4"),
+    ("65 stops", body(stop=["a"] * 65), 400, "stop", "stop: send at most 64 entries"),
+    ("long stops", body(stop=["a" * 205] * 5), 400, "stop", "stop: has 1025 characters; use at most 1024 in all strings"),
     ("an empty stop", body(stop=""), 400, "stop", "at least 1"),
     ("a stop that is a number", body(stop=5), 400, "stop", "a string or a list"),
     ("stop with an empty string in it", body(stop=["a", ""]), 400, "stop[1]", "at least 1"),
@@ -158,6 +159,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("top_logprobs alone", body(top_logprobs=3), 400, "top_logprobs", "logprobs: true"),
     ("too many top_logprobs", body(logprobs=True, top_logprobs=21), 400, "top_logprobs", "less than or equal to 20"),
     ("stream options without stream", body(stream_options={"include_usage": True}), 400, "stream_options", "stream: true"),
+    ("a typo in stream options", body(stream=True, stream_options={"continuous_usage": True}), 400, "stream_options.continuous_usage", "unknown field"),
     ("stream that is a string", body(stream="yes"), 400, "stream", "boolean"),
     ("effort that does not exist", body(reasoning_effort="most"), 400, "reasoning_effort", "'none'"),
     ("another tier", body(service_tier="flex"), 400, "service_tier", "'auto' or 'default'"),
@@ -168,15 +170,14 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a tool of another type", body(tools=[{"type": "web_search"}]), 400, "tools[0].type", "'function'"),
     ("a tool without name", tools({}), 400, "tools[0].function.name", "missing"),
     ("a tool with a space in its name", tools({"name": "a b"}), 400, "tools[0].function.name", "pattern"),
-    ("a tool with a long name", tools({"name": "a" * 65}), 400, "tools[0].function.name", "pattern"),
+    ("a tool with a long name", tools({"name": "a" * 129}), 400, "tools[0].function.name", "pattern"),
     ("a tool with an unknown field", tools({"name": "f", "returns": {}}), 400, "tools[0].function.returns", "remove it"),
-    ("a tool with a long description", tools({"name": "f", "description": "x" * 16_385}), 400, "tools[0].function.description", "at most 16384"),
     ("two tools of one name", tools({"name": "f"}, {"name": "f"}), 400, "tools[1].function.name", "another tool has the name 'f'"),
     ("129 tools", tools(*[{"name": f"f{i}"} for i in range(129)]), 400, "tools", "at most 128"),
     ("parameters that are a list", tools({"name": "f", "parameters": []}), 400, "tools[0].function.parameters", "dictionary"),
     ("parameters that are a string", tools({"name": "f", "parameters": {"type": "string"}}), 400, "tools[0].function.parameters", "type must be 'object'"),
     ("parameters that are too long", tools({"name": "f", "parameters": {"title": "x" * 65_536}}), 400, "tools[0].function.parameters", "more than 65536 characters"),
-    ("tools that are too long for a prompt", tools(*[{"name": f"f{i}", "description": "word " * 3000} for i in range(9)]), 400, "messages", "fit; shorten it"),
+    ("tools that are too long for a prompt", tools(*[{"name": f"f{i}", "description": "word " * 3000} for i in range(9)]), 400, "tools", " characters; shorten it"),
     ("tools that are too long for a grammar", tools(*[{"name": f"f{i}", "parameters": {"title": "x" * 40_000}} for i in range(2)], tool_choice="required"), 400, "tools", "more than 65536 characters together"),
     ("a tool that must match what is not enforced", tools({"name": "f", "strict": True, "parameters": {"not": {}}}), 400, "tools", "Unimplemented keys"),
     ("a tool that must match what explodes", tools({"name": "f", "parameters": {"properties": {str(i): {} for i in range(3000)}}}, tool_choice="required"), 400, "tools", "too big"),
@@ -373,7 +374,7 @@ async def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(
     monkeypatch.setattr(HfFrontend, "layout", lambda *_: pytest.fail("the text was tokenized"))
     parts = [{"type": "text", "text": "circle " * 200_000}] * 3
     response = await gateway.http.post("/v1/chat/completions", json=body(messages=user(*parts)))
-    assert_is_error(response, 400, "messages", "at most 4095 fit")
+    assert_is_error(response, 400, "messages", "tokens > 4095 maximum")
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -382,7 +383,7 @@ async def test_a_too_long_prompt_is_rejected_with_excess_and_largest_part(launch
     worker = await gateway.worker("the red circle", max_model_len=20)
     long = {"type": "text", "text": "circle " * 30}
     response = await gateway.http.post("/v1/chat/completions", json=body(messages=user(long)))
-    assert_is_error(response, 400, "messages", "too many; the largest part is the text")
+    assert_is_error(response, 400, "messages", "context length is 20 tokens; the largest part is the text")
     assert response.json()["error"]["code"] == "context_length_exceeded"
     by_image = await gateway.http.post("/v1/chat/completions", json=body(messages=user(image(png(224, 224)))))
     assert_is_error(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.oracles.tokens import with_template
+from tests.gateway.media import png, url
 from tests.gateway.running import Launch, Running
 
+DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 MODEL = "builtin/demo"
 ASKED = {"role": "user", "content": "add 1 and 2"}
 
@@ -81,6 +86,15 @@ async def test_what_is_not_there_counts_as_empty(launch: Launch) -> None:
     assert await prompt(gateway, [ASKED, {**answer, **dumped}, ASKED]) == plain
 
 
+@pytest.mark.parametrize("field", ["reasoning_details", "thinking_blocks"])
+async def test_an_answer_of_reasoning_in_another_form_is_an_empty_turn(launch: Launch, field: str) -> None:
+    gateway = await launch()
+    await gateway.worker()
+    empty = await prompt(gateway, [ASKED, {"role": "assistant", "content": ""}, ASKED])
+    details = {"role": "assistant", "content": None, field: [{"type": "reasoning.encrypted", "data": "x"}]}
+    assert await prompt(gateway, [ASKED, details, ASKED]) == empty
+
+
 async def test_a_refusal_is_what_the_model_said(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker()
@@ -134,6 +148,85 @@ async def test_the_template_of_a_text_model_gets_ids_and_names(
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert request.token_ids == tokenizer(expected, add_special_tokens=False).input_ids
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": url("image/png", png())}}
+READ = {"type": "text", "text": "read "}
+SEEN = "<|vision_bos|><|IMAGE|><|vision_eos|>"
+PARTS = (
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+    f"{{% elif p.type == 'image' %}}{SEEN}{{% endif %}}{{% endfor %}}"
+)
+TEXT_RESULTS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% elif m.role != 'tool' %}"
+    + PARTS
+    + "{% endif %}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
+"""Leaves out what is not text of a result."""
+ALTERNATING = (
+    "{% for m in messages %}{% if not loop.first and m.role == 'user' and loop.previtem.role == 'tool' %}"
+    "{{ raise_exception('no user after a tool') }}{% endif %}{% endfor %}" + TEXT_RESULTS
+)
+BELOW = "[shown in the next message]"
+
+
+async def seen_prompt(gateway: Running, *messages: dict) -> str:
+    """The prompt after the call, with one placeholder for each picture."""
+    text = await prompt(gateway, [ASKED, calls(call()), *messages])
+    return re.sub(r"(<\|IMAGE\|>)+", "<|IMAGE|>", text.partition("</tool_call>")[2])
+
+
+@pytest.fixture
+def seeing(launch: Launch, tmp_path: Path) -> Any:
+    async def start(template: str) -> Running:
+        folder = with_template(DEMO, tmp_path / "seeing", template)
+        gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
+        await gateway.worker()
+        return gateway
+
+    return start
+
+
+async def test_a_picture_in_a_result_stays_where_the_template_renders_it(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker()
+    text = await seen_prompt(gateway, result([READ, PICTURE]), result([PICTURE]), ASKED)
+    assert text == (
+        f"<|im_end|>\n<|im_start|>tool\nread {SEEN}<|im_end|>\n<|im_start|>tool\n{SEEN}<|im_end|>\n"
+        "<|im_start|>user\nadd 1 and 2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert len(worker.requests[-1].features) == 2
+
+
+async def test_a_picture_in_a_result_follows_where_results_are_text(seeing: Any) -> None:
+    gateway = await seeing(TEXT_RESULTS)
+    shown, asked = result([READ, PICTURE]), {"role": "user", "content": [PICTURE, READ]}
+    said = {"role": "assistant", "content": "red"}
+    for messages, expected in (
+        ([shown], f"[tool]read {BELOW}[user]{SEEN}"),
+        ([shown, shown], f"[tool]read {BELOW}[tool]read {BELOW}[user]{SEEN}{SEEN}"),
+        ([shown, ASKED], f"[tool]read {BELOW}[user]{SEEN}add 1 and 2"),
+        ([shown, asked], f"[tool]read {BELOW}[user]{SEEN}{SEEN}read "),
+        ([shown, said, ASKED], f"[tool]read {BELOW}[user]{SEEN}[assistant]red[user]add 1 and 2"),
+        ([result("3"), said, asked], f"[tool]3[assistant]red[user]{SEEN}read "),
+    ):
+        assert await seen_prompt(gateway, *messages) == expected
+        pictures = expected.count(SEEN)
+        assert len(gateway.workers[0].requests[-1].features) == pictures
+
+
+async def test_a_picture_follows_the_models_turn_where_roles_must_alternate(seeing: Any) -> None:
+    gateway = await seeing(ALTERNATING)
+    shown, said = result([PICTURE]), {"role": "assistant", "content": "red"}
+    follows = f"[tool]{BELOW}[assistant]I look at it.[user]{SEEN}"
+    assert await seen_prompt(gateway, shown) == follows
+    assert await seen_prompt(gateway, shown, said, ASKED) == f"{follows}[assistant]red[user]add 1 and 2"
+
+
+async def test_a_result_may_be_empty(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker()
+    assert await seen_prompt(gateway, result([])) == await seen_prompt(gateway, result(""))
 
 
 async def test_a_history_that_the_template_refuses_names_its_reason(

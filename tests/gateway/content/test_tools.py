@@ -64,6 +64,29 @@ async def test_tools_are_rendered_by_the_template(launch: Launch) -> None:
     assert tokens.json()["tokens"] == worker.requests[0].token_ids
 
 
+async def test_a_tool_with_a_long_name_is_called(launch: Launch) -> None:
+    name = f"mcp__server__{'tool_' * 23}"
+    assert len(name) == 128
+    gateway = await launch()
+    await gateway.worker(CALL_NOW.replace("now", name))
+    made = await answer(gateway, tools=[{"type": "function", "function": {"name": name}}], max_tokens=512)
+    assert [call.function.name for call in made.choices[0].message.tool_calls] == [name]
+
+
+async def test_a_description_is_as_long_as_the_context_permits(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker()
+    description = "red circle " * 1800
+    await answer(
+        gateway, tools=[{"type": "function", "function": {"name": "add", "description": description}}]
+    )
+    assert description in gateway.tokenizer.decode(worker.requests[0].token_ids)
+    longer = {"type": "function", "function": {"name": "add", "description": description * 2}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await answer(gateway, tools=[longer])
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "tools")
+
+
 async def test_tool_choice_none_leaves_tools_out_of_prompt_and_answer(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker(CALL)

@@ -95,16 +95,19 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(intake, 
     prompt = tokens_of(frontend, asked())
     error = await refusal(intake, asked(), prompt - missing)
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
-    assert f"{prompt} tokens, but at most {prompt - missing - 1} fit: {missing + 1} too many" in error.message
+    fits = prompt - missing - 1
+    assert error.message.startswith(f"prompt is too long: {prompt} tokens > {fits} maximum. ")
+    assert f"This model's maximum context length is {fits + 1} tokens; " in error.message
     assert f"the largest part is the text with {prompt} tokens" in error.message
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(intake, frontend):
     longest = frontend.longest_token_characters
     error = await refusal(intake, asked("x" * (4 * longest + 1)), 5)
-    assert f"the text has {4 * longest + 1} characters: at least 5 tokens, but at most 4 fit" in error.message
+    assert error.message.startswith("prompt is too long: at least 5 tokens > 4 maximum. ")
+    assert f"the text has {4 * longest + 1} characters" in error.message
     fits = await refusal(intake, asked("x" * (4 * longest)), 5)  # it may: only tokenizing can tell
-    assert "the prompt has" in fits.message
+    assert "the largest part is" in fits.message
 
 
 @pytest.fixture
@@ -122,18 +125,17 @@ def completion(prompt, **more):
 async def test_sixteen_characters_per_token_suffice_whatever_the_longest_token(wide):
     share = MediaHold(100).reservation()
     for work, most, remedy in (
-        (wide.token_ids_of_text("x" * (16 * MAX_TEXT_TOKENS + 1), True, share, 0), MAX_TEXT_TOKENS, "send less text at once"),
+        (wide.token_ids_of_text("x" * (16 * MAX_TEXT_TOKENS + 1), True, share, 0), MAX_TEXT_TOKENS, "maximum; the text has 2097153 characters; send less text at once"),
         (wide.prepare_texts(completion("x" * (16 * 99 + 1)), share, Timeline("r", 0.0), 100), 99, "raise spec.model.maxModelLen"),
-        (prepare(wide, asked("x" * (16 * 99 + 1)), 100), 99, "raise spec.model.maxModelLen"),
+        (prepare(wide, asked("x" * (16 * 99 + 1)), 100), 99, "maximum context length is 100 tokens; the text has 1585 characters; shorten it, or raise spec.model.maxModelLen"),
     ):  # fmt: skip
         with pytest.raises(ApiError) as caught:
             await work
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
-        assert (
-            f"{16 * most + 1} characters: more than 16 for each of the {most} tokens" in caught.value.message
-        )
+        about = f"about {(16 * most + 1) // 4} tokens > {most} maximum"
+        assert caught.value.message.startswith(f"prompt is too long: {about}")
         assert caught.value.message.endswith(remedy)
-    with pytest.raises(ApiError, match="the prompt has"):  # only tokenizing can tell
+    with pytest.raises(ApiError, match="the largest part is"):  # only tokenizing can tell
         await prepare(wide, asked("x" * 16 * 99), 100)
 
 
@@ -151,14 +153,37 @@ async def test_returned_reasoning_may_exceed_the_context_within_its_own_limit(in
     assert fits.layout.token_ids == (await prepare(intake, reasoned(1, 1))).layout.token_ids
     error = await refusal(intake, reasoned(most, 1))
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
-    assert (
-        f"has {most + 1} characters, more than the limit of {most}; leave out that of earlier"
-        in error.message
+    assert error.message.startswith(
+        f"prompt is too long: about {most // 4} tokens > {frontend.max_model_len - 1} maximum. This model's maximum context length is "
+        f"{frontend.max_model_len} tokens; the reasoning of all messages has {most + 1} characters, more than the limit of {most}; leave out that of earlier"
     )
-    with pytest.raises(ApiError, match="the reasoning of all messages"):
+    words = rf"^prompt is too long: about {most // 4} tokens > {MAX_TEXT_TOKENS} maximum; the reasoning of all messages"
+    with pytest.raises(ApiError, match=words):
         await intake.token_ids(
             reasoned(most, 1).messages, MediaHold(100).reservation(), Timeline("r", 0.0), 0
         )
+
+
+def with_tool(text: str, description: str) -> ChatRequest:
+    function = {"name": "f", "description": description}
+    return asked(text, tools=[{"type": "function", "function": function}])
+
+
+async def test_a_prompt_that_is_too_long_by_its_tools_names_them(intake, frontend):
+    longest = frontend.longest_token_characters
+    for number, words in (
+        (1000, "the text, most of it that of tools, with"),
+        (longest * 1000, "the text has"),
+    ):
+        for text, description, param in (
+            ("red", "red " * number, "tools"),
+            ("red " * number, "Adds.", "messages"),
+        ):
+            request, share = with_tool(text, description), MediaHold(1 << 30).reservation()
+            with pytest.raises(ApiError) as caught:
+                await intake.prepare(request, share, Timeline("r", 0.0), 900)
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+            assert (words in caught.value.message) == (param == "tools" or words == "the text has")
 
 
 async def test_prompts_that_are_too_much_together_are_to_be_fewer(intake, frontend):
@@ -168,7 +193,8 @@ async def test_prompts_that_are_too_much_together_are_to_be_fewer(intake, fronte
             completion([each] * 40), MediaHold(100).reservation(), Timeline("r", 0.0), 0
         )
     assert caught.value.param == "prompt"
-    assert "but at most 131072 fit; send less text at once" in caught.value.message
+    assert caught.value.message.startswith("prompt is too long: at least 160000 tokens > 131072 maximum; ")
+    assert caught.value.message.endswith("; send less text at once")
 
 
 class Held:
@@ -287,7 +313,7 @@ async def test_tools_that_grow_when_rendered_are_refused_before_encoding(
         assert len(await asking) > 1000
         assert encoded[0].count("    1") == values
     else:
-        with pytest.raises(ApiError, match=words) as refused:
+        with pytest.raises(ApiError, match=f"^prompt is too long: .* maximum; .*{words}") as refused:
             await asking
         assert (refused.value.param, encoded) == ("tools", [])
     assert bool(rendering) == rendered

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import regex
 
 _W = r"[ \t\r\n]{0,8}"
-_NAME = r"(?P<name>[A-Za-z0-9_-]{1,64})"
+_NAME = r"(?P<name>[A-Za-z0-9_.-]{1,257})"
+"""A function, or one of a group with the name of the group before it: `group.function`, of 128 characters each."""
 _TYPE = rf'(?:"type"{_W}:{_W}"function"{_W},{_W})?'
 _OBJECT = rf'(?P<open>\{{{_W}{_TYPE}"name"{_W}:{_W}"){_NAME}(?P<middle>"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W})(?=\{{)'
 """A call as a JSON object, from its beginning to its arguments. Llama 3 often begins it with its type, whatever its template has."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 
 from mmd_api.contract.errors import UnsupportedInputError
+from mmd_api.contract.pools import MODALITIES
+from mmd_workers.model import call_forms
 from mmd_workers.model.adapters.base import Adapter
 from mmd_workers.model.control_tokens import ControlTokens
 from mmd_workers.model.inputs import PROCESSOR_ERRORS
 
+SHOWN_BELOW = "[shown in the next message]"
+"""What the model reads in the result of a tool in place of a medium that its template does not render there."""
+_LOOKS = {"role": "assistant", "content": [{"type": "text", "text": "I look at it."}]}
+_PROBED = ("mmd_probed_beginning", "mmd_probed_end")
 _WRITTEN = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
 """Fields of a message with text by the user."""
 
@@ -48,9 +56,25 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation to text, with one marker for each medium.
 
+        A medium in the result of a tool belongs to the user's message after it, unless the template renders it in the result.
+
         Raises:
             UnsupportedInputError: the template refuses it, as many refuse roles that do not alternate.
         """
+        if not any(message["role"] == "tool" and _has_media(message) for message in messages):
+            return self._rendered(messages, tools, variables)
+        kept = self._rendered_in_results
+        try:
+            return self._rendered(_with_media_after_results(messages, kept), tools, variables)
+        except UnsupportedInputError:  # some templates take no message of a user right after a result
+            return self._rendered(_with_media_after_results(messages, kept, [_LOOKS]), tools, variables)
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         try:
             if self._processor is not None:
                 return self._adapter.render(self._processor, _as_parts(messages), tools, **variables)
@@ -67,6 +91,24 @@ class ChatTemplate:
             raise UnsupportedInputError(
                 f"messages: this model's chat template cannot render them: {str(error)[:300]}; change their roles, order or content"
             ) from error
+
+    @functools.cached_property
+    def _rendered_in_results(self) -> frozenset[str]:
+        """The modalities that the template renders in the result of a tool as it does in a question."""
+        return frozenset(filter(self._renders_in_results, MODALITIES))
+
+    def _renders_in_results(self, modality: str) -> bool:
+        first, last = ({"type": "text", "text": text} for text in _PROBED)
+        content = [first, {"type": modality}, last]
+        *before, result = call_forms.probed_call()
+        try:
+            question = self._rendered([{"role": "user", "content": content}])
+            answer = self._rendered([*before, {**result, "content": content}])
+        except UnsupportedInputError:
+            return False
+        begin, end = question.find(_PROBED[0]), question.find(_PROBED[1])
+        shown = question[begin : end + len(_PROBED[1])]
+        return len(shown) > len("".join(_PROBED)) and shown in answer
 
     def render_if_possible(
         self,
@@ -129,22 +171,56 @@ def _written(value: Any, *, keys: bool = False) -> Iterator[str]:
             yield from _written(item, keys=keys)
 
 
+def _with_media_after_results(
+    messages: Sequence[dict[str, Any]], kept: AbstractSet[str], between: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Move the media of tool results to the user's message after the results.
+
+    The media of one modality stay in their order. `kept`: modalities that stay in the results. `between`: messages that go before a message that has to be added.
+    """
+    placed: list[dict[str, Any]] = []
+    moved: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            content = []
+            for part in _parts_of(message):
+                is_moved = part["type"] in MODALITIES and part["type"] not in kept
+                moved += [part] if is_moved else []
+                content.append({"type": "text", "text": SHOWN_BELOW} if is_moved else part)
+            message = {**message, "content": content}
+        elif moved and message["role"] == "user":
+            message, moved = {**message, "content": [*moved, *_parts_of(message)]}, []
+        elif moved:
+            placed += [*between, {"role": "user", "content": moved}]
+            moved = []
+        placed.append(message)
+    return [*placed, *between, {"role": "user", "content": moved}] if moved else placed
+
+
+def _has_media(message: dict[str, Any]) -> bool:
+    return any(part["type"] in MODALITIES for part in _parts_of(message))
+
+
+def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
 def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content as a list of parts, and results of tools as text, as templates of multimodal models read them.
+    """Content as a list of parts, and results of tools that are text as text, as templates of multimodal models read them.
 
     A part keeps only its type and its text, or its reasoning.
     """
     normal = []
     for message in messages:
-        content = message.get("content")
-        if message["role"] == "tool":
+        parts = [
+            {k: v for k, v in part.items() if k in ("type", "text", "thinking")}
+            for part in _parts_of(message)
+        ]
+        if message["role"] == "tool" and all(part["type"] == "text" for part in parts):
             normal.extend(_as_text([message]))
-            continue
-        if isinstance(content, list):
-            parts = [{k: v for k, v in part.items() if k in ("type", "text", "thinking")} for part in content]
         else:
-            parts = [{"type": "text", "text": content or ""}]
-        normal.append({**message, "content": parts})
+            normal.append({**message, "content": parts})
     return normal
 
 

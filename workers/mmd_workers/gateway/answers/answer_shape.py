@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mmd_workers.gateway.answers.answer_part import AnswerPart
@@ -30,8 +30,8 @@ class AnswerShape(Protocol):
         """The events that begin a stream."""
         ...
 
-    def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
-        """The event that carries this part of an answer."""
+    def chunk(self, head: dict[str, Any], part: AnswerPart, usage: Callable[[], Usage]) -> str:
+        """The event that carries this part of an answer. `usage`: counts the tokens so far."""
         ...
 
     def ending(self, head: dict[str, Any], usage: Usage, timings: dict[str, float] | None) -> Iterable[str]:

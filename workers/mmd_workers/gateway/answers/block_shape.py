@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic_core import to_json
@@ -86,7 +86,7 @@ class OneAnswer(ABC):
     def __init__(self) -> None:
         self._streamed = WholeAnswer()
 
-    def chunk(self, _head: dict[str, Any], part: AnswerPart) -> str:
+    def chunk(self, _head: dict[str, Any], part: AnswerPart, _usage: Callable[[], Usage]) -> str:
         """The events for this part of the answer; empty if it has no reasoning, text or calls."""
         self._streamed.end(part)
         return "".join(event for piece in part.pieces for event in self._piece(piece))

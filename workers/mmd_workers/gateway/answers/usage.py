@@ -50,25 +50,30 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_of(
-    layouts: Sequence[PromptLayout], completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
-) -> Usage:
-    """Counts a request's tokens by modality; each prompt counts once, whatever `n` is."""
+def prompt_details(layouts: Sequence[PromptLayout]) -> PromptTokensDetails:
+    """Counts the tokens of prompts by modality, before any is found in a cache; each prompt counts once, whatever `n` is."""
     by_modality = {"image": 0, "video": 0, "audio": 0}
     for medium in (medium for layout in layouts for medium in layout.media):
         by_modality[medium.modality] += medium.num_tokens
     prompt_tokens = sum(len(layout.token_ids) for layout in layouts)
+    return PromptTokensDetails(
+        text_tokens=prompt_tokens - sum(by_modality.values()),
+        image_tokens=by_modality["image"],
+        video_tokens=by_modality["video"],
+        audio_tokens=by_modality["audio"],
+        **omissions_of(layouts),
+    )
+
+
+def usage_of(
+    prompt: PromptTokensDetails, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
+) -> Usage:
+    """Counts a request's tokens. `prompt`: those of its prompts."""
+    prompt_tokens = prompt.text_tokens + prompt.image_tokens + prompt.video_tokens + prompt.audio_tokens
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=cached_tokens,
-            text_tokens=prompt_tokens - sum(by_modality.values()),
-            image_tokens=by_modality["image"],
-            video_tokens=by_modality["video"],
-            audio_tokens=by_modality["audio"],
-            **omissions_of(layouts),
-        ),
+        prompt_tokens_details=prompt.model_copy(update={"cached_tokens": cached_tokens}),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
     )

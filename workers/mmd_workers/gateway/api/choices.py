@@ -15,7 +15,7 @@ from mmd_workers.gateway.answers.answer_part import AnswerPart
 from mmd_workers.gateway.answers.answer_shape import AnswerShape
 from mmd_workers.gateway.answers.choice_stream import ChoiceStream
 from mmd_workers.gateway.answers.exchange import Exchange
-from mmd_workers.gateway.answers.usage import Usage, usage_of
+from mmd_workers.gateway.answers.usage import PromptTokensDetails, Usage, prompt_details, usage_of
 from mmd_workers.gateway.api.gateway import Gateway
 from mmd_workers.gateway.api.request_records import count_tokens
 from mmd_workers.gateway.content.chat_request import GenerationRequest
@@ -58,6 +58,7 @@ class Choices:
         self._shape = shape
         self._news = asyncio.Event()
         self._streams: list[ChoiceStream] = []
+        self._prompt_details: PromptTokensDetails | None = None  # None: not counted yet
 
     def open(self, index: int) -> None:
         """Place the choice with this number; its seed distinguishes it from other answers to its prompt."""
@@ -137,6 +138,7 @@ class Choices:
         if prepared is None:
             return None
         self._prompts[index // (request.n or 1)] = prepared
+        self._prompt_details = None
         for name in HEADERS:
             exchange.notes.pop(name, None)
         exchange.notes |= headers_of([prompt.layout for prompt in self._prompts])
@@ -171,7 +173,9 @@ class Choices:
             for event in () if is_open else shape.opening(head, self._usage()):
                 await exchange.events(event)
             is_open = True
-            await exchange.events(*(shape.chunk(head, part) for part in ready) if ready else (shape.waiting,))
+            await exchange.events(
+                *(shape.chunk(head, part, self._usage) for part in ready) if ready else (shape.waiting,)
+            )
         usage = await self._finish()
         timings = exchange.timeline.timings() if self._wants_timings() else None
         for event in shape.ending(head, usage, timings):
@@ -238,9 +242,11 @@ class Choices:
         return usage
 
     def _usage(self) -> Usage:
-        """The token counts so far."""
+        """The token counts so far. Each chunk of a stream may have them, so prompts are counted once."""
+        if self._prompt_details is None:
+            self._prompt_details = prompt_details([prepared.layout for prepared in self._prompts])
         return usage_of(
-            [prepared.layout for prepared in self._prompts],
+            self._prompt_details,
             self.completion_tokens,
             self._exchange.timeline.cached_tokens(range(0, len(self._streams), self._request.n or 1)),
             sum(choice.reasoning_tokens for choice in self._streams),

@@ -80,7 +80,9 @@ def validated(
     if not isinstance(value, dict):
         raise InvalidTypeError("the body must be a JSON object")
     served = {name: field for name, field in value.items() if name not in not_served}
-    for name in value.keys() & not_served.keys():
+    for name in value:
+        if name not in not_served:
+            continue
         off_values, remedy = not_served[name]
         if value[name] is not None and not any(_same(value[name], allowed) for allowed in off_values):
             unsupported = UnsupportedParameterError(f"{name} is not supported: {remedy}")
@@ -130,6 +132,10 @@ def _named(error: ValidationError, tags: AbstractSet[str], index: str) -> ApiErr
     elif kind == "union_tag_not_found":
         param += ".role" if _is_role(first["ctx"]) else ".type"
         fault, message = MissingParameterError, f"{param} is missing"
+    elif kind in ("too_long", "too_short"):
+        most = kind == "too_long"
+        number = first["ctx"]["max_length" if most else "min_length"]
+        message = f"{param}: send {'at most' if most else 'at least'} {number} {'entry' if number == 1 else 'entries'}"
     elif kind.endswith("_type"):
         fault, message = InvalidTypeError, f"{param}: {message}"
     else:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
-from mmd_workers.gateway.basics.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.basics.strict import DISCARD, Explained, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.content.conversation import ROLES, Messages
 from mmd_workers.gateway.content.parts import ANSWER_PART_TYPES, ProcessorKwargs
 from mmd_workers.gateway.content.response_format import ResponseFormat, StructuredOutputs
@@ -22,6 +22,8 @@ from mmd_workers.gateway.content.tools import CHOICE_TAGS, ToolChoice, Tools, To
 from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
 
 MAX_TOKEN_IDS = 1024  # limit of logit_bias and of allowed_token_ids
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024  # characters of all stop strings
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BIAS = 100.0
@@ -32,13 +34,27 @@ _NO_EFFECT = Ignored("it has no effect")
 
 
 class StreamOptions(Strict):
-    """`include_usage`: one more chunk at the end, with the token counts."""
+    """`include_usage`: one more chunk at the end, with the token counts. `continuous_usage_stats`: each chunk has those so far, too."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None, Explained("with `include_usage`, each chunk has the token counts of all answers so far")
+    ] = None
     include_obfuscation: Annotated[bool | None, Ignored("chunks are never padded")] = None
 
 
+def _short_together(stops: list[str]) -> list[str]:
+    """Check that the strings can be looked for with each token of the answer."""
+    characters = sum(map(len, stops))
+    if characters > MAX_STOP_CHARACTERS:
+        raise PydanticCustomError(
+            "stops", f"has {characters} characters; use at most {MAX_STOP_CHARACTERS} in all strings"
+        )
+    return stops
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(_short_together)]
 
 
 def _stop_kind(value: object) -> str | None:
@@ -106,12 +122,11 @@ class GenerationRequest(Strict):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     stop: (
         Annotated[
-            Annotated[Stop, Tag("one")]
-            | Annotated[list[Stop], Field(max_length=4, fail_fast=True), Tag("list")],
+            Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list")],
             Discriminator(
                 _stop_kind,
                 custom_error_type="stop_type",
-                custom_error_message="stop must be a string or a list of up to 4 strings",
+                custom_error_message="stop must be a string or a list of strings",
             ),
         ]
         | None
@@ -152,6 +167,15 @@ class GenerationRequest(Strict):
     def wants_usage(self) -> bool:
         """True if a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """True if each chunk of a stream has the token counts so far."""
+        return (
+            self.wants_usage
+            and self.stream_options is not None
+            and bool(self.stream_options.continuous_usage_stats)
+        )
 
     def grammar(self) -> tuple[Grammar, str] | None:
         """The grammar of the answer, and the field that sets it; None if the answer is free.

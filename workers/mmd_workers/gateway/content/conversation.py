@@ -12,13 +12,12 @@ from pydantic_core import PydanticCustomError, from_json
 from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.body import LONG_NUMBER, MAX_DIGITS
-from mmd_workers.gateway.basics.strict import DISCARD, MAX_NAME_CHARACTERS, Ignored, Strict
+from mmd_workers.gateway.basics.strict import DISCARD, MAX_NAME_CHARACTERS, Explained, Ignored, Strict
 from mmd_workers.gateway.content.parts import (
     AnswerContentPart,
     ContentPart,
     MediaSource,
     RefusalPart,
-    ResultPart,
     TextPart,
 )
 from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS
@@ -52,11 +51,26 @@ AnswerContent = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[AnswerContentPart], _PARTS, Tag("parts")], OF_CONTENT
 ]
 ResultContent = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ResultPart], _PARTS, Tag("parts")], OF_CONTENT
+    Annotated[str, Tag("text")]
+    | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+    OF_CONTENT,
+    Explained("the result of a tool may be empty"),
 ]
+"""Content of a tool call's result, which may be empty."""
 
 _EMPTY_IN_ANSWERS = frozenset(
-    {"refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "parsed"}
+    {
+        "refusal",
+        "annotations",
+        "audio",
+        "function_call",
+        "tool_calls",
+        "reasoning_content",
+        "reasoning",
+        "reasoning_details",
+        "thinking_blocks",
+        "parsed",
+    }
 )
 """Fields of an answer's message that clients may send back as null or an empty list."""
 
@@ -109,22 +123,34 @@ class AnswerMessage(_Turn):
     content: AnswerContent | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[
+        str | None,
+        Explained("`reasoning_content` as other servers spell it; that field counts if both are set"),
+    ] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     name: Annotated[str | None, Field(max_length=256), Ignored("chat templates have no place for it")] = None
 
     annotations: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
+    reasoning_details: Annotated[
+        list[Any] | None, DISCARD, Ignored("OpenRouter's form of the reasoning, beside the text of it")
+    ] = None
+    thinking_blocks: Annotated[
+        list[Any] | None, DISCARD, Ignored("LiteLLM's form of the reasoning, beside the text of it")
+    ] = None
     provider_specific_fields: Annotated[
         dict[str, Any] | None, DISCARD, Ignored("what LiteLLM keeps about an answer")
     ] = None
 
+    @property
+    def thoughts(self) -> str:
+        """The reasoning; empty if there is none."""
+        return self.reasoning_content or self.reasoning or ""
+
     @model_validator(mode="after")
     def _says_something(self) -> AnswerMessage:
-        if (
-            self.content is None
-            and self.refusal is None
-            and not self.reasoning_content
-            and not self.tool_calls
-        ):
+        has_other_reasoning = bool({"reasoning_details", "thinking_blocks"} & self.model_fields_set)
+        has_text = self.content is not None or self.refusal is not None or self.thoughts
+        if not has_text and not self.tool_calls and not has_other_reasoning:
             raise PydanticCustomError(
                 "no_content",
                 "content must be a string or a list of parts where the message has neither tool_calls nor refusal",
@@ -223,8 +249,8 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
                 _call(call, f"messages[{m}].tool_calls[{c}]") for c, call in enumerate(message.tool_calls)
             ]
             call_ids.update(call.id for call in message.tool_calls)
-        if isinstance(message, AnswerMessage) and message.reasoning_content:
-            turn["reasoning_content"] = message.reasoning_content
+        if isinstance(message, AnswerMessage) and message.thoughts:
+            turn["reasoning_content"] = message.thoughts
         if isinstance(message, ToolMessage):
             if message.tool_call_id not in call_ids:
                 param = f"messages[{m}].tool_call_id"

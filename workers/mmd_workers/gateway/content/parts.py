@@ -351,8 +351,6 @@ AnyPart = _Part | Annotated[RefusalPart, Tag("refusal")]
 ContentPart = Annotated[_Part, Discriminator(type_of)]
 AnswerContentPart = Annotated[AnyPart, Discriminator(type_of)]
 """A part of an assistant's message."""
-ResultPart = Annotated[_Text, Discriminator(type_of)]
-"""A part of a tool call's result."""
 
 
 def _tags(union: object) -> tuple[str, ...]:

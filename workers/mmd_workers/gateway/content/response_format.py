@@ -65,7 +65,7 @@ class JsonSchemaFormat(Strict):
     """A named schema. Every answer matches it, whether it is `strict` or not; name and description have no effect."""
 
     name: SchemaName
-    description: Annotated[str, Field(max_length=4096)] | None = None
+    description: str | None = None
     source: JsonSource = Field(alias="schema")
     strict: bool | None = None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -24,10 +24,9 @@ from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.model.call_forms import Spelling
 
 MAX_TOOLS = 128  # OpenAI's limit
-MAX_DESCRIPTION_CHARACTERS = 16_384
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
 def _parameters(schema: dict[str, Any]) -> str:
@@ -40,14 +39,22 @@ def _parameters(schema: dict[str, Any]) -> str:
 
 
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
-Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)]
+
+
+class ServerTool(BaseModel):
+    """What runs on another server. This server runs no tools, so it is left out where the model need not call it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+    name: str | None = None
 
 
 class FunctionTool(Strict):
     """A function. `strict`: its calls match the schema of its parameters."""
 
     name: FunctionName
-    description: Description | None = None
+    description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
 

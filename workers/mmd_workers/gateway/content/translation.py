@@ -30,7 +30,7 @@ _IN_MESSAGE = re.compile(
     r"messages\[(?P<message>\d+)\](?:(?P<content>\.content)(?:\[(?P<part>\d+)\])?"
     r"|\.tool_calls\[(?P<call>\d+)\]\.function\.arguments|(?P<result>\.tool_call_id))?"
 )
-_IN_TOOL = re.compile(r"tools\[\d+\]\.|tool_choice\.")
+_IN_TOOL = re.compile(r"tools\[(?P<tool>\d+)\]\.|tool_choice\.")
 _PLACE = re.compile(r"\[(\d+)\]")
 
 
@@ -85,10 +85,12 @@ class FieldPlace:
 class FieldNames:
     """The client's names for the fields of a chat that was made from its request.
 
-    `places`: origins of the messages. `fields`: other fields, by their names in the chat. `dotted`: indexes are written `.0`, not `[0]`.
+    `places`: origins of the messages. `tools`: fields of the tools, with indexes as in a chat. `fields`: other fields, by their names in the
+    chat. `dotted`: indexes are written `.0`, not `[0]`.
     """
 
     places: Sequence[FieldPlace]
+    tools: Sequence[str] = ()
     fields: Mapping[str, str] = field(default_factory=dict)
     dotted: bool = False
 
@@ -96,9 +98,10 @@ class FieldNames:
         """The client's name for a field of the chat."""
         if match := _IN_MESSAGE.match(param):
             param = self.places[int(match["message"])].field(match) + param[match.end() :]
-        elif _IN_TOOL.match(param):
+        elif match := _IN_TOOL.match(param):
             path, _, last = param.rpartition(".")
             path = path.removesuffix(".function").replace(".allowed_tools", "")
+            path = path if match["tool"] is None else self.tools[int(match["tool"])]
             param = f"{path}.{self.fields.get(last, last)}"
         else:
             param = self.fields.get(param, param)
@@ -132,7 +135,7 @@ def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
 
 
 def result_of(call_id: str, content: Any) -> ToolMessage:
-    """A chat message with the result of a call. `content`: text, or parts of text."""
+    """A chat message with the result of a call. `content`: text, or parts, which are already validated."""
     return ToolMessage.model_construct(role="tool", tool_call_id=call_id, content=content or "")
 
 
@@ -202,7 +205,5 @@ class TranslatedRequest(ChatRequest):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     names: FieldNames
-    must_reason: bool = False
-    """True if only a model that reasons may answer."""
     given: Any = None
     """The parts of the request that its answer repeats."""

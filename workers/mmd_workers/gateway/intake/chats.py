@@ -46,13 +46,17 @@ _PART = re.compile(r"messages\[\d+\](\.\w+(\[\d+\])?)+")
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """A prompt, its content and sources, and a function to lay out another. `begins`: the state of the reasoning at the prompt's end."""
+    """A prompt, its content and sources, and a function to lay out another.
+
+    `begins`: the state of the reasoning at the prompt's end. `text_param`: the field with most of the text.
+    """
 
     layout: PromptLayout
     content: PromptContent
     sources: list[MediaSource]
     begins: Begin | None
     again: Callable[[PromptContent], Awaitable[PromptLayout]]
+    text_param: str
 
 
 class ChatLayout:
@@ -90,10 +94,12 @@ class ChatLayout:
         marks, descriptions = (0, []) if tools is None else (tools.marks, tools.for_template)
         await reservation.grow((argument_marks(messages) + marks) * MARK_BYTES)
         turns, sources = conversation(messages)
-        characters = sum(map(characters_of, turns)) + (0 if tools is None else tools.characters)
-        self._checks.check_characters(characters, most_tokens, "messages", remedy)
+        characters_of_tools = 0 if tools is None else tools.characters
+        characters = sum(map(characters_of, turns)) + characters_of_tools
+        text_param = "tools" if 2 * characters_of_tools > characters else "messages"
+        self._checks.check_characters(characters, most_tokens, text_param, remedy)
         thoughts = sum(len(turn.get("reasoning_content", "")) for turn in turns)
-        check_thoughts(thoughts, most_tokens)
+        check_thoughts(thoughts, most_tokens, remedy)
         self._checks.check_number(sources)
         files = FileMedia(self._files, timeline.tenant)
         sources = await files.settled(sources)
@@ -147,7 +153,7 @@ class ChatLayout:
             "gateway", [Phase("fetch", started_at, fetched_at), Phase("layout", fetched_at, time.time())]
         )
         timeline.at_gateway = "placement"
-        return LaidOut(layout, content.sampled_as(layout), sources, begins, lay_out_again)
+        return LaidOut(layout, content.sampled_as(layout), sources, begins, lay_out_again, text_param)
 
     async def negative_turn(
         self, request: ChatRequest, limit: int, reservation: RequestReservation

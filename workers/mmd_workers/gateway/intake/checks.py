@@ -33,6 +33,7 @@ MAX_CHARACTERS_PER_TOKEN = 16
 """Limit of a text's average. The longest token of a vocabulary may be 128 spaces, and encoding takes time and memory per character."""
 MAX_RENDERED_CHARACTERS_PER_TOKEN = 4 * MAX_CHARACTERS_PER_TOKEN
 """Limit for templates that indent JSON, applied before it is known whether this one does."""
+USUAL_CHARACTERS_PER_TOKEN = 4  # for an estimate in a message
 INDENT = 4  # spaces per level of JSON in templates
 SHORTEN = "shorten it, or raise spec.model.maxModelLen"
 SEND_LESS = "send less text at once"
@@ -58,32 +59,30 @@ class RequestChecks:
         """Refuse a text that cannot fit, before spending time on tokenizing megabytes."""
         longest = self._frontend.longest_token_characters
         if characters > most_tokens * longest:
-            fault = f"at least {-(-characters // longest)} tokens, but at most {most_tokens} fit"
+            count = f"at least {-(-characters // longest)}"
         elif characters > most_tokens * MAX_CHARACTERS_PER_TOKEN:
-            fault = f"more than {MAX_CHARACTERS_PER_TOKEN} for each of the {most_tokens} tokens that fit"
+            count = f"about {characters // USUAL_CHARACTERS_PER_TOKEN}"
         else:
             return
-        raise ApiError(
-            ContextLengthError(f"the text has {characters} characters: {fault}; {remedy}"), param=param
-        )
+        detail = f"the text has {characters} characters; {remedy}"
+        raise ApiError(overflow(count, most_tokens, detail, of_context=remedy == SHORTEN), param=param)
 
     def check_indented(self, characters: int, most_tokens: int, param: str, remedy: str) -> None:
         """Refuse JSON that a template could expand far beyond what fits, before spending memory on rendering it."""
         most = most_tokens * MAX_RENDERED_CHARACTERS_PER_TOKEN
         if characters > most:
-            fault = ContextLengthError(
-                f"{param}: the JSON of tools and of the arguments of tool calls has {characters} characters when indented, but at most {most} "
-                f"may be rendered for the {most_tokens} tokens that fit; nest it less deeply, or {remedy}"
+            detail = (
+                f"the JSON of tools and of the arguments of tool calls has {characters} characters when indented, but at most {most} "
+                f"may be rendered for the tokens that fit; nest it less deeply, or {remedy}"
             )
-            raise ApiError(fault, param=param)
+            count = f"about {characters // USUAL_CHARACTERS_PER_TOKEN}"
+            raise ApiError(overflow(count, most_tokens, detail, of_context=remedy == SHORTEN), param=param)
 
     def counted(self, token_ids: list[int], most: int, param: str) -> list[int]:
         """Return token ids for tokenizing, after checking that there are at most `most`."""
         if len(token_ids) > most:
-            too_long = ContextLengthError(
-                f"{param}: {len(token_ids)} tokens are more than the limit of {most} for tokenizing; {SEND_LESS}"
-            )
-            raise ApiError(too_long, param=param)
+            detail = f"the maximum is that for tokenizing; {SEND_LESS}"
+            raise ApiError(overflow(str(len(token_ids)), most, detail, of_context=False), param=param)
         return token_ids
 
     def check_ids(self, param: str, token_ids: Sequence[int]) -> None:
@@ -120,7 +119,7 @@ class RequestChecks:
     def room(
         self, layout: PromptLayout, sources: list[MediaSource], limit: int, param: str = "messages"
     ) -> int:
-        """Number of tokens that may be generated after the prompt."""
+        """Number of tokens that may be generated after the prompt. `param`: the field with most of its text."""
         prompt = len(layout.token_ids)
         if prompt < limit:
             return limit - prompt
@@ -128,15 +127,14 @@ class RequestChecks:
         remedy = SHORTEN
         if self.policy.video.too_long == "Reject" and any(m.modality == "video" for m in layout.media):
             remedy += ", or set spec.gateway.media.video.tooLong to FewerFrames"
-        largest, tokens = "the text", text
+        largest, tokens = "the text, most of it that of tools," if param == "tools" else "the text", text
         for source, medium in zip(sources, layout.media, strict=True):
             if medium.num_tokens > tokens:
-                largest, tokens = source.param, medium.num_tokens
-        too_long = ContextLengthError(
-            f"the prompt has {prompt} tokens, but at most {limit - 1} fit: {prompt - limit + 1} too many; the largest part is {largest} "
-            f"with {tokens} tokens; {remedy}"
+                largest, tokens, param = source.param, medium.num_tokens, source.param
+        too_long = overflow(
+            str(prompt), limit - 1, f"the largest part is {largest} with {tokens} tokens; {remedy}"
         )
-        raise ApiError(too_long, param=param if largest == "the text" else largest)
+        raise ApiError(too_long, param=param)
 
     def check_number(self, sources: Sequence[MediaSource]) -> None:
         """Refuse too many media. Each page of a document counts as one."""
@@ -204,16 +202,28 @@ class RequestChecks:
         raise ApiError(UnsupportedInputError(f"{param}: {fault}"), param=param)
 
 
-def check_thoughts(characters: int, most_tokens: int) -> None:
+def overflow(count: str, most_tokens: int, detail: str, *, of_context: bool = True) -> ContextLengthError:
+    """The error for a prompt of `count` tokens of which `most_tokens` fit, in the words by which agents notice that they must shorten it.
+
+    Those of Anthropic's API look for the first sentence, those of OpenAI's for the second one. `of_context`: the limit is the model's context,
+    without a token for the answer.
+    """
+    context = f". This model's maximum context length is {most_tokens + 1} tokens" if of_context else ""
+    return ContextLengthError(
+        f"prompt is too long: {count} tokens > {most_tokens} maximum{context}; {detail}"
+    )
+
+
+def check_thoughts(characters: int, most_tokens: int, remedy: str) -> None:
     """Refuse returned reasoning that is too long to be searched and rendered.
 
-    Templates omit most of it, so it may be longer than the model takes.
+    Templates omit most of it, so it may be longer than the model takes. `remedy`: see `check_characters`.
     """
     most = max(most_tokens, MAX_TEXT_TOKENS) * MAX_CHARACTERS_PER_TOKEN
     if characters > most:
-        too_long = ContextLengthError(
-            f"messages: the reasoning of all messages has {characters} characters, more than the limit of {most}; leave out that of earlier messages"
-        )
+        count = f"about {characters // USUAL_CHARACTERS_PER_TOKEN}"
+        detail = f"the reasoning of all messages has {characters} characters, more than the limit of {most}; leave out that of earlier messages"
+        too_long = overflow(count, most_tokens, detail, of_context=remedy == SHORTEN)
         raise ApiError(too_long, param="messages")
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from mmd_api.contract.errors import ContextLengthError
 from mmd_api.pipeline import PipelineConfig
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.gateway.basics.media_hold import RequestReservation
@@ -26,6 +25,7 @@ from mmd_workers.gateway.intake.checks import (
     SHORTEN,
     RequestChecks,
     check_jobs,
+    overflow,
 )
 from mmd_workers.gateway.intake.fallback import Fallback, Policy
 from mmd_workers.gateway.intake.file_media import FileMedia
@@ -124,7 +124,7 @@ class Intake:
             self._share(timeline),
         )
         layout, sources, begins = laid_out.layout, laid_out.sources, laid_out.begins
-        room = self._checks.room(layout, sources, limit)
+        room = self._checks.room(layout, sources, limit, laid_out.text_param)
         negative = await self._chats.negative_turn(request, limit, reservation)
         guidance = guidance_of(self._frontend, request, layout, limit, negative)
         room = beside_companion(room, guidance, limit)
@@ -203,7 +203,7 @@ class Intake:
         laid_out = await self._chats.lay_out(
             messages, tools, reservation, timeline, max_tokens, SEND_LESS, reasons, choice
         )
-        return self._checks.counted(laid_out.layout.token_ids, max_tokens, "messages")
+        return self._checks.counted(laid_out.layout.token_ids, max_tokens, laid_out.text_param)
 
     async def token_ids_of_text(
         self, prompt: str, special_tokens: bool, reservation: RequestReservation, model_len: int
@@ -214,10 +214,6 @@ class Intake:
     def check_ids(self, param: str, token_ids: Sequence[int]) -> None:
         """Check that the model has these tokens: see `RequestChecks.check_ids`."""
         self._checks.check_ids(param, token_ids)
-
-    async def check_reasons(self, param: str) -> None:
-        """Check that the model may reason before it answers: see `AnswerRules.check_reasons`."""
-        await self._answers.check_reasons(param)
 
     def limit(self, model_len: int) -> int:
         """The length of the longest sequence: see `RequestChecks.limit`."""
@@ -237,9 +233,7 @@ class Intake:
             layout = replace(layout, degraded_by=layout.degraded_by | first.layout.degraded_by)
             room = beside_companion(limit - len(layout.token_ids), first.guidance, limit)
             if room < 1:
-                raise ContextLengthError(
-                    f"the prompt has {len(layout.token_ids)} tokens, but at most {limit - 1} fit; {SHORTEN}"
-                )
+                raise overflow(str(len(layout.token_ids)), limit - 1, SHORTEN)
             max_tokens = min(first.sampling.max_tokens, room)
             min_tokens = min(first.sampling.min_tokens, max_tokens)
             features = feature_refs(content.infos, layout, self._revision)

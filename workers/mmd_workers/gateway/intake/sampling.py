@@ -100,18 +100,6 @@ class AnswerRules:
         frontend = self._frontend
         return await asyncio.to_thread(lambda: frontend.reasoning)
 
-    async def check_reasons(self, param: str) -> None:
-        """Check that the model may reason before it answers.
-
-        Raises:
-            ApiError: the model has no known form of reasoning; names the field.
-        """
-        if await self.reasoning() is None:
-            unsupported = UnsupportedInputError(
-                f"{param}: this model's chat template and tokenizer have no markers of reasoning; omit it, or use another model"
-            )
-            raise ApiError(unsupported, param=param)
-
     async def spelling(self) -> Spelling:
         """The model's form of tool calls.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from mmd_api.contract.errors import ContextLengthError, InvalidValueError, UnsupportedInputError
+from mmd_api.contract.errors import InvalidValueError, UnsupportedInputError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.media_hold import RequestReservation
 from mmd_workers.gateway.content.completion_request import CompletionRequest, Prompt
-from mmd_workers.gateway.intake.checks import MAX_TEXT_TOKENS, SEND_LESS, SHORTEN, RequestChecks
+from mmd_workers.gateway.intake.checks import MAX_TEXT_TOKENS, SEND_LESS, SHORTEN, RequestChecks, overflow
 from mmd_workers.gateway.intake.prepared import Prepared
 from mmd_workers.gateway.intake.sampling import (
     AnswerRules,
@@ -69,10 +69,10 @@ class Texts:
             guidance = guidance_of(self._frontend, request, layout, limit, negative)
             total += 0 if guidance is None else len(guidance.token_ids)
             if total > most:
-                too_many = ContextLengthError(
-                    f"{param}: the prompts so far, negative ones included, have {total} tokens, but at most {most} fit one request; send fewer prompts"
+                detail = (
+                    "these are the tokens of the prompts so far, negative ones included; send fewer prompts"
                 )
-                raise ApiError(too_many, param=param)
+                raise ApiError(overflow(str(total), most, detail, of_context=False), param=param)
             room = beside_companion(room, guidance, limit)
             if request.prompt_logprobs:
                 self._checks.check_prompt_logprobs(param, len(token_ids), request.num_logprobs or 0)

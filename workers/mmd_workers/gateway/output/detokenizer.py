@@ -91,7 +91,9 @@ class StopScanner:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
+        self._by_first: dict[str, list[str]] = {}  # most tokens have the first character of few of them
+        for stop in filter(None, stops):
+            self._by_first.setdefault(stop[0], []).append(stop)
         self._held = ""
         self.matched: str | None = None
 
@@ -104,16 +106,17 @@ class StopScanner:
             return ""
         # A stop string that is complete in the held text has counted as text.
         text, num_held = self._held + piece, len(self._held)
+        candidates = [stop for first, group in self._by_first.items() if first in text for stop in group]
         matches = [
             (at + len(stop), at, stop)
-            for stop in self._stops
+            for stop in candidates
             if stops and (at := text.find(stop, max(0, num_held + 1 - len(stop)))) >= 0
         ]
         if matches:
             _, at, self.matched = min(matches)
             self._held = ""
             return text[:at]
-        hold = max((overlap(text, stop) for stop in self._stops), default=0)
+        hold = max((overlap(text, stop) for stop in candidates), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
@@ -125,4 +128,8 @@ class StopScanner:
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    first = stop[:1]
+    at = text.find(first, max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(first, at + 1)
+    return 0 if at < 0 else len(text) - at

@@ -22,4 +22,5 @@ class ChatCompletions(Conversations[ChatRequest]):
             logprobs=request.num_logprobs is not None,
             token_ids=bool(request.return_token_ids),
             usage=request.wants_usage,
+            continuous=request.wants_continuous_usage,
         )

@@ -32,18 +32,18 @@ from mmd_workers.gateway.output.detokenizer import REPLACEMENT
 class ChatShape(ChunkedShape):
     """Writes chat completions."""
 
-    def __init__(self, *, logprobs: bool, token_ids: bool, usage: bool) -> None:
-        super().__init__(usage=usage)
+    def __init__(self, *, logprobs: bool, token_ids: bool, usage: bool, continuous: bool) -> None:
+        super().__init__(usage=usage, continuous=continuous)
         self._logprobs = logprobs
         self._token_ids = token_ids
 
-    def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
-        """The event that carries this part of an answer."""
-        choice = chunk_choice(part, token_ids=self._token_ids)
-        return chunk_event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[choice]))
+    def _choice(self, part: AnswerPart) -> ChunkChoice:
+        return chunk_choice(part, token_ids=self._token_ids)
 
-    def _closing(self, head: dict[str, Any], **more: Any) -> str:
-        return chunk_event(ChatCompletionChunk(object="chat.completion.chunk", **head, choices=[], **more))
+    def _event(self, head: dict[str, Any], choices: list[ChunkChoice], **more: Any) -> str:
+        return chunk_event(
+            ChatCompletionChunk(object="chat.completion.chunk", **head, choices=choices, **more)
+        )
 
     def collector(self, index: int) -> CompleteChoice:
         """A collector for the answer with this index."""

@@ -39,6 +39,7 @@ class TextCompletions(Generation[CompletionRequest]):
             logprobs=request.num_logprobs,
             token_ids=bool(request.return_token_ids),
             usage=request.wants_usage,
+            continuous=request.wants_continuous_usage,
             echo=echo,
         )
         return prompts, shape, sum(map(len, echo))

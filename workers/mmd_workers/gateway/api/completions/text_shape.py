@@ -20,9 +20,15 @@ class TextShape(ChunkedShape):
     """Writes text completions. `echo`: the prompt at the beginning of each answer's text."""
 
     def __init__(
-        self, *, logprobs: int | None, token_ids: bool, usage: bool, echo: Sequence[str] = ()
+        self,
+        *,
+        logprobs: int | None,
+        token_ids: bool,
+        usage: bool,
+        continuous: bool,
+        echo: Sequence[str] = (),
     ) -> None:
-        super().__init__(usage=usage)
+        super().__init__(usage=usage, continuous=continuous)
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._unsent_echo = dict(enumerate(echo))
@@ -56,12 +62,11 @@ class TextShape(ChunkedShape):
                 columns.top_logprobs.append(_likeliest(scored))
         return columns
 
-    def chunk(self, head: dict[str, Any], part: AnswerPart) -> str:
-        """The event that carries this part of an answer."""
-        return chunk_event(TextCompletion(object="text_completion", **head, choices=[self.part(part)]))
+    def _choice(self, part: AnswerPart) -> TextChoice:
+        return self.part(part)
 
-    def _closing(self, head: dict[str, Any], **more: Any) -> str:
-        return chunk_event(TextCompletion(object="text_completion", **head, choices=[], **more))
+    def _event(self, head: dict[str, Any], choices: list[TextChoice], **more: Any) -> str:
+        return chunk_event(TextCompletion(object="text_completion", **head, choices=choices, **more))
 
     def collector(self, index: int) -> _TextCollector:
         """A collector for the answer with this index."""

@@ -6,7 +6,6 @@ from collections.abc import Awaitable
 
 from pydantic_core import to_json
 
-from mmd_workers.gateway.answers.answer_shape import AnswerShape
 from mmd_workers.gateway.answers.exchange import Exchange
 from mmd_workers.gateway.api.endpoint import JsonEndpoint
 from mmd_workers.gateway.api.error_shapes import MessagesErrors
@@ -33,13 +32,6 @@ class AnthropicMessages(Translations):
     def _parse(self, body: object) -> TranslatedRequest:
         return parse_messages_request(body)
 
-    async def _prepare(
-        self, exchange: Exchange, request: TranslatedRequest, reservation: RequestReservation
-    ) -> tuple[list[Prepared], AnswerShape, int]:
-        if request.must_reason:
-            await self._gateway.intake.check_reasons("thinking")
-        return await super()._prepare(exchange, request, reservation)
-
     def _shape(self, _exchange: Exchange, request: TranslatedRequest, prepared: Prepared) -> MessagesShape:
         return MessagesShape(fills_context=prepared.sampling.max_tokens < (request.max_tokens or 0))
 
@@ -61,8 +53,6 @@ class CountTokens(JsonEndpoint[TranslatedRequest]):
         gateway = self._gateway
         with request.names.in_faults():
             gateway.check_model(request.model, exchange.tenant)
-            if request.must_reason:
-                await gateway.intake.check_reasons("thinking")
             work: Awaitable[list[int]] = gateway.intake.token_ids(
                 request.messages,
                 reservation,

@@ -6,18 +6,20 @@ Independent of the network and the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from mmd_workers.gateway.basics.strict import DISCARD, Ignored, NotServed, Strict, validated
+from mmd_workers.gateway.basics.strict import DISCARD, Explained, Ignored, NotServed, Strict, validated
 from mmd_workers.gateway.content.chat_request import (
     MaxTokens,
     ModelName,
     ReasoningEffort,
-    Stop,
+    Stops,
     Temperature,
     TopK,
     TopP,
@@ -32,7 +34,7 @@ from mmd_workers.gateway.content.conversation import (
 )
 from mmd_workers.gateway.content.parts import FileId, MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.content.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
-from mmd_workers.gateway.content.tools import MAX_TOOLS, Description, FunctionName, Parameters
+from mmd_workers.gateway.content.tools import MAX_TOOLS, FunctionName, Parameters, ServerTool
 from mmd_workers.gateway.content.translation import (
     FieldNames,
     FieldPlace,
@@ -50,7 +52,8 @@ from mmd_workers.gateway.content.translation import (
     tool_of,
 )
 
-MAX_STOP_SEQUENCES = 4
+MAX_LISTED_TOOLS = 1024
+"""Limit of the tools of a request, those included that are not in the prompt: `MAX_TOOLS` limits the others."""
 
 
 class CacheControl(Strict):
@@ -180,6 +183,23 @@ class ToolUseBlock(Strict):
     toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
 
 
+class ToolReference(Strict):
+    """A tool that a search in the client has found. From here on the model may call it."""
+
+    type: Literal["tool_reference"]
+    tool_name: CallName
+    cache_control: CacheMark = None
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolReference, Tag("tool_reference")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")],
+    Discriminator(type_of),
+]
+
+
 class ToolResultBlock(Strict):
     """The result of a call."""
 
@@ -188,7 +208,7 @@ class ToolResultBlock(Strict):
     content: (
         Annotated[
             Annotated[str, Tag("text")]
-            | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
+            | Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
             OF_CONTENT,
         ]
         | None
@@ -241,13 +261,38 @@ class ClientTool(Strict):
 
     type: Literal["custom"] | None = None
     name: FunctionName
-    description: Description | None = None
+    description: str | None = None
     input_schema: Parameters
     strict: bool | None = None
     cache_control: CacheMark = None
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: Annotated[
+        bool | None,
+        Explained(
+            "`true`: the tool is a part of the prompt once a `tool_reference` names it, or at once if the server's own search would find it"
+        ),
+    ] = None
     eager_input_streaming: Annotated[bool | None, Ignored("inputs are streamed as they are generated")] = None
+
+
+SERVER_TOOLS = re.compile(
+    r"^(web_search|web_fetch|code_execution|advisor|tool_search_tool_(regex|bm25))(_[0-9]{8})?$"
+)
+
+
+class AnthropicTool(ServerTool):
+    """What Anthropic's servers run."""
+
+    type: Annotated[str, Field(pattern=SERVER_TOOLS.pattern)]
+
+
+def _tool_kind(value: object) -> str:
+    return "server" if SERVER_TOOLS.fullmatch(type_of(value) or "") else "client"
+
+
+AnyTool = Annotated[
+    Annotated[ClientTool, Tag("client")] | Annotated[AnthropicTool, Tag("server")], Discriminator(_tool_kind)
+]
 
 
 class ClientToolChoice(Strict):
@@ -282,15 +327,32 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model reasons before it answers, where its template has a switch for it."""
+    """A hint whether the model reasons before it answers: it counts where the model's template has a switch for it."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[
         Annotated[int, Field(ge=1)] | None, Ignored("the model reasons as long as it was trained to")
     ] = None
     display: Annotated[
-        Literal["summarized", "omitted"] | None, Ignored("the reasoning is shown as it is")
+        Literal["summarized", "omitted", "updates"] | None, Ignored("the reasoning is shown as it is")
     ] = None
+
+
+class ContextEdit(Strict):
+    """What Anthropic's servers leave out of a conversation that has grown long."""
+
+    type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919"]
+    keep: Annotated[Any, DISCARD] = None
+    trigger: Annotated[Any, DISCARD] = None
+    clear_at_least: Annotated[Any, DISCARD] = None
+    exclude_tools: Annotated[Any, DISCARD] = None
+    clear_tool_inputs: Annotated[Any, DISCARD] = None
+
+
+class ContextManagement(Strict):
+    """Edits of the conversation before the model reads it."""
+
+    edits: Annotated[list[ContextEdit], Field(max_length=16, fail_fast=True)] | None = None
 
 
 class Metadata(Strict):
@@ -317,9 +379,15 @@ class CountTokensRequest(Strict):
     ) = None
     output_config: OutputConfig | None = None
     cache_control: CacheMark = None
-    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_LISTED_TOOLS, fail_fast=True)] | None = None
     tool_choice: ClientToolChoice | None = None
     thinking: Thinking | None = None
+    context_management: Annotated[
+        ContextManagement | None,
+        Ignored(
+            "the model reads the messages as they are sent, apart from reasoning that its template omits"
+        ),
+    ] = None
 
     def as_chat(self) -> TranslatedRequest:
         """Translate the prompt into a chat; its messages are moved, not copied.
@@ -328,6 +396,14 @@ class CountTokensRequest(Strict):
             ApiError: a block is in the wrong place, or fields contradict each other.
         """
         chat = Translation()
+        self._check_names()
+        self._check_server_tools()
+        found = {part.tool_name for part in self._results() if isinstance(part, ToolReference)}
+        tools = self._offered(found)
+        if len(tools) > MAX_TOOLS:
+            raise fault("tools", f"more than {MAX_TOOLS} tools in the prompt; send fewer, or defer some")
+        names = {tool.name for _, tool in tools}
+        references = {name: _text_of(name, name in names) for name in found}
         if self.system is not None:
             chat.add(message_of("system", self.system), FieldPlace("system"))
         for number, turn in enumerate(consumed(self.messages)):
@@ -335,13 +411,13 @@ class CountTokensRequest(Strict):
             if isinstance(turn.content, str):
                 chat.add(message_of(turn.role, turn.content), FieldPlace(where))
             else:
-                _add_blocks(chat, turn.role, turn.content, where)
+                _add_blocks(chat, turn.role, turn.content, where, references)
         choice: Any = None
         if (requested := self.tool_choice) is not None:
             words = {"auto": "auto", "any": "required", "none": "none"}
             choice = words[requested.type] if requested.name is None else named_tool(requested.name)
-            if requested.type == "any" and not self.tools:
-                raise fault("tool_choice", "any needs tools; send some")
+            if requested.type == "any" and not tools:
+                raise fault("tool_choice", "any needs tools; send some that are not deferred")
         output_format = self.output_config.format if self.output_config is not None else None
         fields = {
             "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -352,30 +428,83 @@ class CountTokensRequest(Strict):
         request = TranslatedRequest.model_construct(
             model=self.model,
             messages=chat.messages,
-            tools=[
-                tool_of(tool.name, tool.description, tool.input_schema, tool.strict)
-                for tool in self.tools or ()
-            ],
+            tools=[tool_of(tool.name, tool.description, tool.input_schema, tool.strict) for _, tool in tools],
             tool_choice=choice,
             parallel_tool_calls=requested is None or not requested.disable_parallel_tool_use,
             reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
-            must_reason=self.thinking is not None and self.thinking.type == "enabled",
             response_format=None if output_format is None else _response_format(output_format),
-            names=FieldNames(chat.places, fields, dotted=True),
+            names=FieldNames(chat.places, [f"tools[{number}]" for number, _ in tools], fields, dotted=True),
         )
         with request.names.in_faults():
             _ = request.tool_use
         return request
 
+    def _check_names(self) -> None:
+        """Refuse two tools of one name, also where one of them is deferred."""
+        names: set[str] = set()
+        for number, tool in enumerate(self.tools or ()):
+            if isinstance(tool, ClientTool):
+                if tool.name in names:
+                    raise fault(f"tools.{number}.name", f"another tool has the name {tool.name!r}")
+                names.add(tool.name)
 
-_EFFORTS: dict[str, ReasoningEffort | None] = {"enabled": "medium", "disabled": "none", "adaptive": None}
+    def _check_server_tools(self) -> None:
+        """Refuse a tool that Anthropic's servers run where the answer may have to call it."""
+        choice = self.tool_choice
+        for number, tool in enumerate(self.tools or ()):
+            if choice is None or not isinstance(tool, ServerTool):
+                continue
+            if choice.type == "any" or (choice.type == "tool" and choice.name == tool.name):
+                raise fault(
+                    f"tools.{number}",
+                    f"{tool.type} runs on Anthropic's servers, and this server runs no tools; omit it, or let tool_choice name another tool",
+                )
+
+    def _offered(self, found: AbstractSet[str]) -> list[tuple[int, ClientTool]]:
+        """The tools that the model reads, with their numbers: all but those of servers, and those that a search has yet to find.
+
+        `found`: names of those that it has found.
+        """
+        tools = list(enumerate(self.tools or ()))
+        chosen = None if self.tool_choice is None else self.tool_choice.name
+        is_searched_by_server = any(
+            isinstance(tool, ServerTool) and tool.type.startswith("tool_search") for _, tool in tools
+        )
+        return [
+            (number, tool)
+            for number, tool in tools
+            if isinstance(tool, ClientTool)
+            and (not tool.defer_loading or tool.name in found or tool.name == chosen or is_searched_by_server)
+        ]
+
+    def _results(self) -> Iterator[Any]:
+        """Yield the parts of all results of tools."""
+        for turn in self.messages:
+            for block in turn.content if isinstance(turn.content, list) else ():
+                if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                    yield from block.content
+
+
+_EFFORTS: dict[str, ReasoningEffort | None] = {
+    "enabled": "medium",
+    "disabled": "none",
+    "adaptive": None,
+    "between_tools": None,
+}
 """The reasoning effort of the chat, by the type of `thinking`."""
 
 
 def _add_blocks(
-    chat: Translation, role: Literal["user", "assistant", "system"], blocks: list[Any], where: str
+    chat: Translation,
+    role: Literal["user", "assistant", "system"],
+    blocks: list[Any],
+    where: str,
+    references: Mapping[str, TextBlock],
 ) -> None:
-    """Translate the blocks of one message: each result becomes a message, then all other blocks become one."""
+    """Translate the blocks of one message: each result becomes a message, then all other blocks become one.
+
+    `references`: the texts in place of references to tools, by their names.
+    """
     content: list[Any] = []
     block_numbers: list[int] = []
     thoughts: list[str] = []
@@ -388,7 +517,7 @@ def _add_blocks(
                 raise fault(param, "the result of a tool belongs to a message of the user; send it there")
             if content:
                 raise fault(param, "results of tools come first in a message; put other blocks after them")
-            result = result_of(block.tool_use_id, block.content)
+            result = result_of(block.tool_use_id, _with_texts(block.content, references))
             chat.add(result, FieldPlace(f"{param}.content", result=f"{param}.tool_use_id"))
         elif isinstance(block, ThinkingBlock | RedactedThinkingBlock):
             if role != "assistant":
@@ -404,7 +533,7 @@ def _add_blocks(
         else:
             content.append(block)
             block_numbers.append(number)
-    if not content and not calls and not thoughts:
+    if not content and not calls and not thoughts and role != "assistant":
         return
     message = message_of(role, content or None)
     if thoughts:
@@ -417,22 +546,38 @@ def _add_blocks(
     chat.add(message, FieldPlace(where, None if has_all_blocks else block_numbers, fields))
 
 
+def _with_texts(content: Any, references: Mapping[str, TextBlock]) -> Any:
+    """The content of a result, with a text in place of each reference to a tool.
+
+    References to one tool share their text: a part of its own needs more memory than a body is charged for a reference.
+    """
+    if not isinstance(content, list):
+        return content
+    return [references[part.tool_name] if isinstance(part, ToolReference) else part for part in content]
+
+
+def _text_of(name: str, is_offered: bool) -> TextBlock:
+    """The text in place of a reference to this tool."""
+    state = "can be called now" if is_offered else "is no longer there"
+    return TextBlock.model_construct(type="text", text=f"The tool {name} {state}.\n")
+
+
 class MessagesRequest(CountTokensRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: MaxTokens
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES, fail_fast=True)] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+    ignore_eos: bool | None = None
     metadata: Annotated[Metadata | None, Ignored("it has no effect")] = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Ignored("there is one tier")] = None
 
 
 NOT_SERVED: NotServed = {
     "container": ((), "omit it"),
-    "context_management": ((), "send the messages that the model is to read; omit it"),
     "mcp_servers": (([],), "omit it"),
 }
 
@@ -446,6 +591,9 @@ TAGS = frozenset(
         "document",
         "tool_use",
         "tool_result",
+        "tool_reference",
+        "client",
+        "server",
         "base64",
         "url",
         "file",
@@ -476,6 +624,7 @@ def parse_messages_request(value: object) -> TranslatedRequest:
     chat.temperature = request.temperature
     chat.top_p = request.top_p
     chat.top_k = request.top_k
+    chat.ignore_eos = request.ignore_eos
     return chat
 
 
@@ -491,19 +640,14 @@ def _response_format(form: OutputFormat) -> ResponseFormat:
 
 
 def _refuse_other_types(value: object) -> None:
-    """Refuse tools that Anthropic's servers run, and tool results with anything but text."""
+    """Refuse tools whose form is known to Anthropic's models alone."""
+    tools = [
+        (param, tool)
+        for param, tool in entries_of(value, "tools", "tools.{}")
+        if _tool_kind(tool) == "client"
+    ]
     refuse_types(
-        entries_of(value, "tools", "tools.{}"),
+        tools,
         ("custom",),
         "this server runs no tools; send tools with name and input_schema, and run them in the client",
     )
-    for param, block in _blocks(value):
-        if isinstance(block, dict) and block.get("type") == "tool_result":
-            remedy = "results of tools are text; send other content in blocks after the results"
-            refuse_types(entries_of(block, "content", param + ".content.{}"), ("text",), remedy)
-
-
-def _blocks(value: object) -> Iterator[tuple[str, object]]:
-    """Yield every block of an unvalidated body, with its field."""
-    for param, turn in entries_of(value, "messages", "messages.{}"):
-        yield from entries_of(turn, "content", param + ".content.{}")

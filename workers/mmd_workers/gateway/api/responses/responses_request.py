@@ -5,9 +5,9 @@ Independent of the network and the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,7 @@ from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import (
     DISCARD,
     MAX_NAME_CHARACTERS,
+    Explained,
     Ignored,
     NotServed,
     Strict,
@@ -53,10 +54,9 @@ from mmd_workers.gateway.content.tools import (
     MAX_TOOLS,
     AllowedToolChoice,
     AllowedTools,
-    Description,
     FunctionName,
-    FunctionTool,
     Parameters,
+    ServerTool,
 )
 from mmd_workers.gateway.content.translation import (
     FieldNames,
@@ -67,6 +67,7 @@ from mmd_workers.gateway.content.translation import (
     check_number_of_calls,
     consumed,
     entries_of,
+    fault,
     message_of,
     named_tool,
     refuse_types,
@@ -123,7 +124,7 @@ class FunctionCall(Strict):
     id: ItemId = None
     status: Status = None
     caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
-    namespace: Annotated[str | None, Field(max_length=256), _ABOUT] = None
+    namespace: Annotated[str | None, Field(max_length=256)] = None
     parsed_arguments: Annotated[
         Any | None, DISCARD, Ignored("what OpenAI's client makes of the arguments")
     ] = None
@@ -150,7 +151,7 @@ def _item_kind(value: object) -> str | None:
 class ReasoningTextPart(Strict):
     """Reasoning of the model."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -180,10 +181,66 @@ class ClientFunction(Strict):
 
     type: Literal["function"]
     name: FunctionName
-    description: Description | None = None
+    description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: Annotated[bool | None, Ignored("every function is a part of the prompt")] = None
+
+
+class FunctionGroup(Strict):
+    """Functions under one name, which each call of them has beside its own."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Annotated[str | None, Explained("that of a group precedes the one of its first function")] = None
+    tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def joined_name(group: str | None, name: str) -> str:
+    """The name of a function in the prompt. Functions without a group have no dot in their names."""
+    return f"{group}.{name}" if group else name
+
+
+def divided_name(name: str) -> tuple[str | None, str]:
+    """The group, if there is one, and the name of a function, from its name in the prompt."""
+    group, _, own_name = name.rpartition(".")
+    return group or None, own_name
+
+
+class OpenAiTool(ServerTool):
+    """What OpenAI's servers run."""
+
+    type: Literal[
+        "code_interpreter",
+        "file_search",
+        "image_generation",
+        "mcp",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+    execution: Annotated[
+        Literal["server", "client"] | None, Explained("of `tool_search`; one of the client is rejected")
+    ] = None
+
+
+SERVER_TOOLS = frozenset(get_args(OpenAiTool.model_fields["type"].annotation))
+TOOL_TAGS = ("function", "namespace", "server")
+
+
+def _tool_kind(value: object) -> str:
+    kind = type_of(value)
+    return "server" if kind in SERVER_TOOLS else "namespace" if kind == "namespace" else "function"
+
+
+ResponsesTool = Annotated[
+    Annotated[ClientFunction, Tag("function")]
+    | Annotated[FunctionGroup, Tag("namespace")]
+    | Annotated[OpenAiTool, Tag("server")],
+    Discriminator(_tool_kind),
+]
 
 
 class NamedFunctionChoice(Strict):
@@ -191,6 +248,12 @@ class NamedFunctionChoice(Strict):
 
     type: Literal["function"]
     name: FunctionName
+    namespace: FunctionName | None = None
+
+    @property
+    def joined_name(self) -> str:
+        """The name of the function in the prompt."""
+        return joined_name(self.namespace, self.name)
 
 
 class AllowedFunctions(Strict):
@@ -206,7 +269,7 @@ class TextFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
-    description: Annotated[str, Field(max_length=4096)] | None = None
+    description: str | None = None
     source: JsonSource | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -301,7 +364,7 @@ class ResponsesRequest(Strict):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_metadata)] | None = None
-    tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("word")]
@@ -313,6 +376,8 @@ class ResponsesRequest(Strict):
     ) = None
     parallel_tool_calls: bool | None = None
     cache_salt: CacheSalt | None = None
+    ignore_eos: bool | None = None
+    client_metadata: Annotated[dict[str, Any] | None, DISCARD, Ignored("ids of the client's own")] = None
     prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
     reasoning: ReasoningConfig | None = None
@@ -334,6 +399,8 @@ class ResponsesRequest(Strict):
             chat.add(message_of("user", self.input), FieldPlace("input"))
         else:
             _add_items(chat, self.input)
+        if not chat.messages:
+            raise fault("input", "has only reasoning that cannot be read here; send a message as well")
         fields = {
             "max_tokens": "max_output_tokens",
             "messages": "input",
@@ -341,6 +408,9 @@ class ResponsesRequest(Strict):
             "response_format.json_schema.schema": "text.format.schema",
         }
         text_format = self.text.format if self.text is not None else None
+        functions = list(self._functions())
+        if len(functions) > MAX_TOOLS:
+            raise fault("tools", f"more than {MAX_TOOLS} functions, those of groups included; send fewer")
         request = TranslatedRequest.model_construct(
             model=self.model,
             cache_salt=self.cache_salt,
@@ -349,20 +419,60 @@ class ResponsesRequest(Strict):
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,
+            ignore_eos=self.ignore_eos,
             tools=[
-                tool_of(tool.name, tool.description, tool.parameters, tool.strict)
-                for tool in self.tools or ()
+                tool_of(name, description, function.parameters, function.strict)
+                for _, name, description, function in functions
             ],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             mm_processor_kwargs=self.mm_processor_kwargs,
             response_format=None if text_format is None else text_format.as_response_format(),
-            names=FieldNames(chat.places, fields),
+            names=FieldNames(chat.places, [param for param, *_ in functions], fields),
         )
         with request.names.in_faults():
             _ = request.tool_use
         return request
+
+    def _functions(self) -> Iterator[tuple[str, str, str | None, ClientFunction]]:
+        """Yield the functions, each with its field, and with its name and description in the prompt.
+
+        The description of a group precedes that of its first function alone: it may be as long as a body.
+
+        Raises:
+            ApiError: the answer may rely on a tool that is not served.
+        """
+        for number, tool in enumerate(self.tools or ()):
+            param = f"tools[{number}]"
+            if isinstance(tool, ClientFunction):
+                yield param, tool.name, tool.description, tool
+            elif isinstance(tool, FunctionGroup):
+                for member, function in enumerate(tool.tools):
+                    texts = [tool.description if member == 0 else None, function.description]
+                    description = "\n\n".join(text for text in texts if text) or function.description
+                    yield (
+                        f"{param}.tools[{member}]",
+                        joined_name(tool.name, function.name),
+                        description,
+                        function,
+                    )
+            else:
+                self._check_may_be_left_out(tool, param)
+
+    def _check_may_be_left_out(self, tool: OpenAiTool, param: str) -> None:
+        """Refuse a tool of OpenAI's servers on which the answer, or the client, relies."""
+        if tool.type == "tool_search" and tool.execution == "client":
+            raise fault(
+                param, "tool_search of the client is not supported; omit it, and send the tools that it finds"
+            )
+        if self.tool_choice == "required":
+            remedy = "omit it, or set tool_choice to 'auto'"
+        elif tool.type == "mcp" and all(isinstance(other, OpenAiTool) for other in self.tools or ()):
+            remedy = "send the tools of the MCP server as functions, and run them in the client"
+        else:
+            return
+        raise fault(param, f"{tool.type} runs on OpenAI's servers, and this server runs no tools; {remedy}")
 
 
 def _add_items(chat: Translation, items: list[Any]) -> None:
@@ -393,7 +503,7 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
             if answer is None:
                 answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
                 chat.add(answer, FieldPlace(param, calls=fields))
-            calls.append(call_of(item.call_id, item.name, item.arguments))
+            calls.append(call_of(item.call_id, joined_name(item.namespace, item.name), item.arguments))
             fields.append(f"{param}.arguments")
             check_number_of_calls(calls, param)
             answer.tool_calls = calls
@@ -426,9 +536,9 @@ def _add_items(chat: Translation, items: list[Any]) -> None:
 def _choice(choice: str | NamedFunctionChoice | AllowedFunctions | None) -> Any:
     """The same choice as a field of a chat."""
     if isinstance(choice, NamedFunctionChoice):
-        return named_tool(choice.name)
+        return named_tool(choice.joined_name)
     if isinstance(choice, AllowedFunctions):
-        tools = [named_tool(tool.name) for tool in choice.tools]
+        tools = [named_tool(tool.joined_name) for tool in choice.tools]
         allowed = AllowedTools.model_construct(mode=choice.mode, tools=tools)
         return AllowedToolChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
     return choice
@@ -450,7 +560,7 @@ NOT_SERVED: NotServed = {
     "truncation": (("disabled",), "a conversation that is too long is rejected; shorten it and omit this"),
 }  # fmt: skip
 
-TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *ANSWER_PART_TYPES})
+TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *TOOL_TAGS, *ANSWER_PART_TYPES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,16 +573,22 @@ class Repeated:
     top_p: float
     form: TextFormat | None
     metadata: dict[str, str]
-    tools: Sequence[FunctionTool] = ()
+    tools: Sequence[ClientFunction | FunctionGroup] = ()
     tool_choice: str | NamedFunctionChoice | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
 
     @property
     def num_characters(self) -> int:
         """The length of all its texts, apart from a few kilobytes."""
-        schema = self.form.source if self.form is not None else None
-        tools = sum(len(tool.description or "") + len(tool.parameters or "") for tool in self.tools)
-        return len(self.instructions or "") + len(schema or "") + tools
+        form = "" if self.form is None else f"{self.form.source or ''}{self.form.description or ''}"
+        members = [member for tool in self.tools if isinstance(tool, FunctionGroup) for member in tool.tools]
+        descriptions = sum(len(tool.description or "") for tool in [*self.tools, *members])
+        parameters = sum(
+            len(tool.parameters or "")
+            for tool in [*self.tools, *members]
+            if not isinstance(tool, FunctionGroup)
+        )
+        return len(self.instructions or "") + len(form) + descriptions + parameters
 
 
 def parse_responses_request(value: object) -> TranslatedRequest:
@@ -482,21 +598,20 @@ def parse_responses_request(value: object) -> TranslatedRequest:
         InvalidTypeError: the body is not an object.
         ApiError: 400, naming the first invalid field and the remedy.
     """
-    refuse_types(
-        entries_of(value, "tools", "tools[{}]"),
-        ("function",),
-        "this server runs no tools; send tools of type function, and run them in the client",
-    )
+    remedy = "send tools of type function, and run them in the client"
+    refuse_types(entries_of(value, "tools", "tools[{}]"), {"function", "namespace", *SERVER_TOOLS}, remedy)
+    for param, tool in entries_of(value, "tools", "tools[{}]"):
+        if _tool_kind(tool) == "namespace":
+            refuse_types(entries_of(tool, "tools", param + ".tools[{}]"), ("function",), remedy)
+    choice = value.get("tool_choice") if isinstance(value, dict) else None
+    kinds = "choose a function, allowed_tools, none, auto or required"
+    refuse_types([("tool_choice", choice)], ("function", "allowed_tools"), kinds)
+    refuse_types(entries_of(choice, "tools", "tool_choice.tools[{}]"), ("function",), "choose functions")
     refuse_types(
         entries_of(value, "input", "input[{}]"),
         ITEM_TYPES,
         "send messages, reasoning, function_call and function_call_output alone",
     )
-    for param, item in entries_of(value, "input", "input[{}]"):
-        if isinstance(item, dict) and item.get("type") == "function_call_output":
-            remedy = "outputs of functions are text; send other content in a message after the output"
-            types = ("text", "input_text")
-            refuse_types(entries_of(item, "output", param + ".output[{}]"), types, remedy)
     request = validated(ResponsesRequest, value, NOT_SERVED, TAGS)
     if request.stream_options is not None and not request.stream:
         raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")
@@ -508,7 +623,7 @@ def parse_responses_request(value: object) -> TranslatedRequest:
         1.0 if request.top_p is None else request.top_p,
         request.text.format if request.text is not None else None,
         request.metadata or {},
-        [tool.function for tool in chat.tools or ()],
+        [tool for tool in request.tools or () if not isinstance(tool, ServerTool)],
         "auto" if request.tool_choice is None else request.tool_choice,
         request.parallel_tool_calls is not False,
     )

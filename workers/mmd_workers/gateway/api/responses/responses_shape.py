@@ -12,12 +12,14 @@ from mmd_workers.gateway.answers.block_shape import OneAnswer, WholeAnswer, name
 from mmd_workers.gateway.answers.usage import Usage
 from mmd_workers.gateway.api.responses.responses_request import (
     AllowedFunctions,
+    ClientFunction,
+    FunctionGroup,
     NamedFunctionChoice,
     Repeated,
     TextFormat,
+    divided_name,
 )
 from mmd_workers.gateway.basics.api_errors import ApiError, ErrorShape
-from mmd_workers.gateway.content.tools import FunctionTool
 from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
 
 _ID_KINDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -129,14 +131,16 @@ class ResponsesShape(OneAnswer):
         block = self._streamed.shown[number]
         text = "" if empty else block.text
         if block.call_id is not None:
-            return {
+            group, name = divided_name(block.name or "")
+            call = {
                 "type": "function_call",
                 "id": self._item_id(number),
                 "call_id": block.call_id,
-                "name": block.name,
+                "name": name,
                 "arguments": text,
                 "status": status,
             }
+            return call if group is None else {**call, "namespace": group}
         kind = "reasoning" if block.kind == "reasoning" else "message"
         content = [] if empty else [_part(text, kind)]
         item = {"type": kind, "id": self._item_id(number), "status": status, "content": content}
@@ -212,7 +216,14 @@ def _status(whole: WholeAnswer) -> str:
     return "incomplete" if whole.finish_reason == "length" else "completed"
 
 
-def _given_tool(tool: FunctionTool) -> dict[str, Any]:
+def _given_tool(tool: ClientFunction | FunctionGroup) -> dict[str, Any]:
+    if isinstance(tool, FunctionGroup):
+        return {
+            "type": tool.type,
+            "name": tool.name,
+            "description": tool.description,
+            "tools": list(map(_given_tool, tool.tools)),
+        }
     parameters: Any = tool.parameters  # JSON since it was validated
     return {
         "type": "function",
@@ -224,7 +235,7 @@ def _given_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _given_choice(choice: str | NamedFunctionChoice | AllowedFunctions) -> str | dict[str, Any]:
-    return choice if isinstance(choice, str) else choice.model_dump()
+    return choice if isinstance(choice, str) else choice.model_dump(exclude_none=True)
 
 
 def _part(text: str, item_type: str) -> dict[str, Any]:
