@@ -77,7 +77,7 @@ CASES: list[tuple[str, str, dict, str, str]] = [
     ("an unknown role", "/tokenize", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "unknown role"),
     ("special tokens of messages", "/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens", "omit it"),
     ("a template", "/tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template", "not supported"),
-    ("a text that is too long", "/tokenize", {"prompt": "r" * 200_000}, "prompt", "200000 tokens are more than the limit of 131072"),
+    ("a text that is too long", "/tokenize", {"prompt": "r" * 200_000}, "prompt", "200000 tokens > 131072 maximum"),
     ("a text of megabytes", "/tokenize", {"prompt": "x" * 20_000_000}, "prompt", "tokens > 131072 maximum; the text has 20000000 characters; send less text at once"),
     ("no tokens", "/detokenize", {}, "tokens", "missing"),
     ("a token that is none", "/detokenize", {"tokens": [1, 99999]}, "tokens[1]", "has no token 99999"),

@@ -132,7 +132,7 @@ def _named(error: ValidationError, tags: AbstractSet[str], index: str) -> ApiErr
     elif kind == "union_tag_not_found":
         param += ".role" if _is_role(first["ctx"]) else ".type"
         fault, message = MissingParameterError, f"{param} is missing"
-    elif kind in ("too_long", "too_short"):
+    elif kind in ("too_long", "too_short") and "ctx" in first:  # our own errors of this kind have none
         most = kind == "too_long"
         number = first["ctx"]["max_length" if most else "min_length"]
         message = f"{param}: send {'at most' if most else 'at least'} {number} {'entry' if number == 1 else 'entries'}"

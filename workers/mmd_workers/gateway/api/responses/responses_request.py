@@ -192,7 +192,9 @@ class FunctionGroup(Strict):
 
     type: Literal["namespace"]
     name: FunctionName
-    description: Annotated[str | None, Explained("that of a group precedes the one of its first function")] = None
+    description: Annotated[
+        str | None, Explained("that of a group precedes the one of its first function")
+    ] = None
     tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
