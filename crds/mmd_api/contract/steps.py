@@ -5,6 +5,7 @@ The engine schedules by it, and the simulator prices by it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -37,7 +38,8 @@ class StepBound:
         A step takes a fixed time, and a time for each row.
         """
         seconds = max(self.seconds - fixed_seconds, self.fixed_cost_multiple * fixed_seconds)
-        return int(self.within(seconds / row_seconds - decodes))
+        rows = seconds / row_seconds if row_seconds > 0 else math.inf
+        return int(self.within(rows - decodes))
 
     def within(self, tokens: float) -> float:
         """The nearest number of tokens that a step may have."""
