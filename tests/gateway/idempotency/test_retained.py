@@ -9,6 +9,7 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai._streaming import SSEDecoder
 
 from mmd_api.contract.errors import AnswerGoneError, IdempotencyKeyReusedError, TooManyRequestsError
 from mmd_workers.gateway.idempotency import retained
@@ -276,6 +277,15 @@ async def test_a_tenant_at_its_limit_is_told_its_own_number(monkeypatch: pytest.
         answers.begin(names(3, "a")[2], BODY)
 
 
+async def test_openais_client_reads_no_event_in_a_comment() -> None:
+    answer = RetainedAnswers(1 << 20).begin(names(1)[0], BODY)
+    await answer.put(dict(HEAD))
+    await answer.put({"type": "http.response.body", "body": b"data: 1\n\n: waiting\n\ndata: 2\n\n"})
+    with answer.reader(0) as reader:
+        blocks = (await answer.read(reader)).blocks
+    assert [event.data for event in SSEDecoder().iter_bytes(iter(blocks))] == ["1", "2"]
+
+
 async def test_comments_have_numbers_but_no_ids() -> None:
     answer = RetainedAnswers(1 << 20).begin(names(1)[0], BODY)
     await answer.put(dict(HEAD))
@@ -283,7 +293,7 @@ async def test_comments_have_numbers_but_no_ids() -> None:
     with answer.reader(0) as reader:
         blocks = (await answer.read(reader)).blocks
     assert blocks == [
-        b": waiting\n\n",
+        b": waiting\n",
         b"id: deadbeef-1\nevent: a\ndata: 1\n\n",
         b"id: deadbeef-2\ndata: 2\n\n",
     ]

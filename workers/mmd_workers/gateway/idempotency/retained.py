@@ -306,8 +306,11 @@ class RetainedAnswer:
     def _events(self, body: bytes) -> Iterator[bytes]:
         """Split a part of a stream into its events and comments, and give events their ids. The part ends with one of them."""
         for number, block in enumerate(body.split(b"\n\n")[:-1], self.next_block):
-            id_line = b"" if block.startswith(b":") else b"id: %b-%d\n" % (self.run.encode(), number)
-            yield b"%b%b\n\n" % (id_line, block)
+            if block.startswith(b":"):
+                # Without the empty line: once OpenAI's client knows an id, that would be an event to it, and not JSON.
+                yield b"%b\n" % block
+            else:
+                yield b"id: %b-%d\n%b\n\n" % (self.run.encode(), number, block)
 
     def _ahead_bytes(self) -> int:
         self._forget_silent()
