@@ -1,17 +1,19 @@
 """Buses that are joined in memory.
 
-A message takes a few turns of the event loop and no time, so a test on a `FakeClock` is exact.
+A message takes a few turns of the event loop and no time, so a test on a `FakeClock` is exact. What becomes of a handler's errors is the
+same as on a `Bus`: `tests/wire/test_handler_errors.py` runs against both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mmd_api.contract.errors import DeadlineError, PeerLostError
+from mmd_api.contract.errors import DeadlineError, MmdError, PeerLostError, WireError, error_of
 from mmd_api.contract.subjects import Subjects
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.bus import Bus
@@ -19,15 +21,17 @@ from mmd_workers.wire.codec import pack, unpack
 
 Handler = Callable[[Any], Awaitable[Any]]
 
+_log = logging.getLogger(__name__)
+
 
 class _Served:
     """A subject, and the handler of its messages.
 
-    A `*` as its last token matches any. Messages are handled in order, requests side by side.
+    A `*` as its last token matches any. Messages are handled in order, requests side by side. `bus` counts errors.
     """
 
-    def __init__(self, subject: str, kind: type, handler: Handler) -> None:
-        self.subject, self.kind, self.handler = subject, kind, handler
+    def __init__(self, bus: _MemoryBus, subject: str, kind: type, handler: Handler) -> None:
+        self.bus, self.subject, self.kind, self.handler = bus, subject, kind, handler
         self._waiting: deque[bytes] = deque()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -49,11 +53,33 @@ class _Served:
 
     async def _work(self) -> None:
         while self._waiting:
-            await self.handler(unpack(self.kind, self._waiting[0]))
+            await self._handle(self._waiting[0])
             self._waiting.popleft()
 
+    async def _handle(self, data: bytes) -> None:
+        try:
+            message = unpack(self.kind, data)
+        except WireError:
+            self.bus.bad_messages += 1
+            return
+        try:
+            await self.handler(message)
+        except Exception:  # noqa: BLE001 - a handler's error must not end the subscription
+            self.bus.handler_errors += 1
+            _log.warning("handler of %s failed", self.subject, exc_info=True)
+
     async def _answer(self, data: bytes) -> Any:
-        return await self.handler(unpack(self.kind, data))
+        try:
+            return await self.handler(unpack(self.kind, data))
+        except WireError:
+            self.bus.bad_messages += 1
+            raise
+        except MmdError:
+            raise
+        except Exception as error:
+            self.bus.handler_errors += 1
+            _log.warning("handler of %s failed", self.subject, exc_info=True)
+            raise MmdError(f"{type(error).__name__} while serving {self.subject}: {error}") from error
 
     def _start(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -83,6 +109,7 @@ class _MemoryBus:
     def __init__(self, net: MemoryNet, name: str) -> None:
         self.client_name, self.subjects = name, net.subjects
         self.client = SimpleNamespace(is_closed=False)
+        self.bad_messages = self.handler_errors = 0
         self._net = net
         self._listeners: list[_Served] = []
 
@@ -97,10 +124,10 @@ class _MemoryBus:
             listener.put(pack(message))
 
     async def subscribe(self, subject: str, kind: type, handler: Handler) -> Any:
-        return self._listen(self._net.subscribed, _Served(subject, kind, handler))
+        return self._listen(self._net.subscribed, _Served(self, subject, kind, handler))
 
     async def serve(self, subject: str, kind: type, handler: Handler) -> Any:
-        return self._listen(self._net.served, _Served(subject, kind, handler))
+        return self._listen(self._net.served, _Served(self, subject, kind, handler))
 
     async def request(
         self,
@@ -125,7 +152,11 @@ class _MemoryBus:
         if answering.cancelled():
             await self._net.clock.sleep(timeout)
             raise DeadlineError(f"no reply on {subject} within {timeout:.3g} s")
-        return unpack(reply_type, pack(answering.result()))
+        try:
+            reply = pack(answering.result())
+        except MmdError as error:
+            raise error_of(error.code, error.message) from error
+        return unpack(reply_type, reply)
 
     async def close(self) -> None:
         self.client.is_closed = True

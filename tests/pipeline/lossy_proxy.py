@@ -18,6 +18,7 @@ NESTED = {
     messages.message_parts.TensorHeader,
     messages.message_parts.FeatureRef,
     messages.encoder.GivenFeature,
+    messages.prefill.EncodeRun,
     messages.message_parts.Sampling,
     messages.message_parts.TokenLogprob,
     messages.message_parts.PromptLogprob,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import openai
+import psutil
 import pydantic
 import pytest
 from typer.testing import CliRunner
@@ -151,15 +151,20 @@ def test_videos_with_their_own_sound_are_answered_as_generate_does(demo: Deploym
         ("audio", clip.bytes),
         ("image", picture.bytes),
     ]
-    cached = []
-    for question in ("What do you see and hear?", "What moves, and what is the sound?"):
+
+    def cached(question: str) -> int:
         with_sound = {"extra_body": {"mm_processor_kwargs": {"use_audio_in_video": True}}}
         answer = ask(demo, [*parts, {"type": "text", "text": question}], **with_sound)
-        assert answer.choices[0].message.content == oracle.answer(DEMO, [*files, question], 24)
-        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        if answer.choices[0].message.content != oracle.answer(DEMO, [*files, question], 24):
+            raise RuntimeError(f"another answer than that of generate: {answer}")
         details = answer.usage.model_dump()["prompt_tokens_details"]
         assert sum(details[f"{kind}_tokens"] for kind in (*KINDS, "text")) == answer.usage.prompt_tokens
-    assert cached[0] == 0 < cached[1]
+        found: int = details["cached_tokens"]
+        return found
+
+    assert cached("What do you see and hear?") == 0
+    # What was cached is reported after the handover, and may miss the answer.
+    wait_until(lambda: cached("What moves, and what is the sound?"), "an answer counts what was cached")
     assert_nothing_held(demo)
 
 
@@ -303,7 +308,7 @@ def test_a_client_that_leaves_frees_its_memory_everywhere(demo: Deployment) -> N
     wait_until(lambda: bool(busy()), "the request is at work")
     stream.response.close()
     # Much sooner than a lease would end.
-    wait_until(lambda: not busy(), "nothing is held for a client that is gone", seconds=10)
+    wait_until(lambda: not busy(), "nothing is held for a client that is gone", seconds=30)
 
 
 def ask_long(demo: Deployment, **options: Any) -> Any:
@@ -358,9 +363,7 @@ def test_stopping_leaves_no_process(tmp_path: Path) -> None:
     with Deployment(ROOT / "examples" / "monolithic.yaml") as deployment:
         pids = [deployment.pid(pod) for pod in deployment.local.pods] + [deployment.local.nats.pid]
         assert all(pids)
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)  # type: ignore[arg-type]
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids if pid), "no process is left")
 
 
 def test_status_shows_that_no_key_is_needed(demo: Deployment) -> None:

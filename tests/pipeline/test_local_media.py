@@ -18,7 +18,7 @@ from support.serving.engines import ENGINES
 from support.serving.held import assert_nothing_held, load_of, scrape
 from support.serving.local_deployment import Deployment, write
 from support.serving.local_deployment import content as content_of
-from support.serving.under_load import frozen
+from support.serving.under_load import hung
 
 from .redundant import DEMO, MODEL, SPEC, TOKENS
 
@@ -66,7 +66,7 @@ def encoded(pod: LocalPod) -> float:
 def test_small_media_need_no_encoder_pod_and_others_wait_for_one(deployment: Deployment) -> None:
     (prefill,), (encoder,) = deployment.pods("prefill"), deployment.pods("encoder")
     with ThreadPoolExecutor(1) as thread:
-        with frozen(deployment.pid(encoder)):
+        with hung(deployment.pid(encoder)):
             wait_until(
                 lambda: (deployment.ready_pods() or {}).get("encode") == 0, "the encoder pod is missed"
             )

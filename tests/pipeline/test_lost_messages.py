@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -157,19 +156,6 @@ def ask_about_a_broken_picture(deployment: Deployment) -> None:
         )
 
 
-def ask_while_the_encoder_stands_still(deployment: Deployment) -> None:
-    """Its jobs wait for longer than a second, so that it asks whether they are still wanted."""
-    (encoder,) = deployment.pods("encoder")
-    with ThreadPoolExecutor(1) as threads:
-        redundant.send(deployment, encoder, signal.SIGSTOP)
-        try:
-            asking = threads.submit(ask_new_questions, deployment)
-            time.sleep(1.5)
-        finally:
-            redundant.send(deployment, encoder, signal.SIGCONT)
-        asking.result()
-
-
 def ask_again_after_a_restart(deployment: Deployment) -> None:
     """The restarted prefill worker has lost the feature that the encoder has kept."""
     (prefill,) = deployment.pods("prefill")
@@ -210,8 +196,6 @@ PROVOKED_BY: dict[type, Callable[[Deployment], None]] = {
     messages.gateway.RequestFailed: ask_about_a_broken_picture,
     messages.prefill.EncodeFailed: ask_about_a_broken_picture,
     messages.encoder.EncodeTaken: ask_again_after_a_restart,
-    messages.prefill.EncodeCheck: ask_while_the_encoder_stands_still,
-    messages.prefill.EncodeWanted: ask_while_the_encoder_stands_still,
     messages.every_pod.CacheWanted: start_the_gateway_again,
     messages.gateway.AnswerClaim: ask_again_at_the_other_gateway,
     messages.gateway.AnswerClaimed: ask_again_at_the_other_gateway,

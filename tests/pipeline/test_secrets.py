@@ -22,7 +22,7 @@ from mmd_cli.samples import draw
 from support.harness.promises import promise
 from support.harness.waiting import wait_until
 from support.serving.local_deployment import Deployment, content, write
-from support.serving.under_load import frozen
+from support.serving.under_load import hung
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("secrets"), pytest.mark.timeout(600)]
 
@@ -159,7 +159,7 @@ def test_no_secret_appears_in_anything_that_a_deployment_with_faults_shows(
         (prefill,), (decode,), (encoder,) = map(deployment.pods, ("prefill", "decode", "encoder"))
         answers.append(ask_about_an_image(deployment))
         assert answers[0].startswith("200")
-        with frozen(deployment.pid(encoder)):
+        with hung(deployment.pid(encoder)):
             answers.append(ask_about_an_image(deployment))  # until its deadline
         deployment.kill(encoder)
         stories = [threads.submit(ask, deployment, 400) for _ in range(24)]  # three times the limit
@@ -172,7 +172,7 @@ def test_no_secret_appears_in_anything_that_a_deployment_with_faults_shows(
     for pod in (prefill, decode, encoder):
         deployment.wait_ready(pod)
     wait_until(lambda: ask(deployment).startswith("200"), "the deployment serves again")
-    with frozen(deployment.pid(prefill)):
+    with hung(deployment.pid(prefill)):
         answers.append(ask(deployment))  # until its deadline
     answers.append(ask_about_an_image(deployment))
     assert any(answer.startswith("429") for answer in answers), "nothing was refused for overload"

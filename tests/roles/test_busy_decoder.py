@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -22,6 +23,7 @@ from mmd_api.contract.errors import (
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.decode import decode_service as service
 from mmd_workers.decode.decode_service import DecodeService
+from mmd_workers.kv.leases import Lease, LeaseTable
 from mmd_workers.kv.links import LinkManager
 from mmd_workers.model.prompt import KvLayout
 from mmd_workers.observe.metrics import Metrics
@@ -92,7 +94,7 @@ class BusyEngine:
 async def pair(
     connect: Connect,
     engine: BusyEngine,
-    chunk_seconds: float = CHUNK_SECONDS,
+    chunk_seconds: float = DEADLINE_SECONDS,
     max_links: int = 64,
     others: dict[str, str] | None = None,
     lease_seconds: float = 60.0,
@@ -169,7 +171,7 @@ async def test_a_step_longer_than_a_chunks_deadline_breaks_no_link(
     connect: Connect, step_seconds: float
 ) -> None:
     engine = BusyEngine(step_seconds)
-    async with pair(connect, engine) as (sender, links):
+    async with pair(connect, engine, CHUNK_SECONDS) as (sender, links):
         wanted = request()
         await sender.hand_over(wanted, "r#0", await sender.reserve(wanted), three_ranges())
         assert engine.log == HANDED_OVER
@@ -218,7 +220,7 @@ async def test_a_silent_decoder_holds_no_request_while_another_has_room() -> Non
     engine, idle = BusyEngine(3600.0, memory.clock), BusyEngine(0.0)
     async with pair(memory.connect, engine, others={"decode-1": "i1"}, clock=memory.clock) as (sender, _):
         bus = await memory.connect("decode-1")
-        links = LinkManager("Gloo", "decode-1", "i1", "127.0.0.1", CPU, CHUNK_SECONDS)
+        links = LinkManager("Gloo", "decode-1", "i1", "127.0.0.1", CPU, DEADLINE_SECONDS)
         book = SequenceBook(bus, "decode-1", Metrics(), Tracing("test", "test", "test", None))
         parts: tuple[Any, ...] = (bus, "decode-1", idle, links, book, Metrics())
         await cast(Any, DecodeService)(*parts).start()
@@ -266,22 +268,34 @@ async def test_kv_that_the_decoder_has_cached_is_not_sent(
 
 
 async def test_a_lease_is_renewed_while_prefill_computes_what_the_decoder_has_cached(
-    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = BusyEngine(0.0)
+    memory = Memory()
+    leases_clock = SimpleNamespace(monotonic=memory.clock.now, time=memory.clock.unix)
+    monkeypatch.setattr(service, "time", leases_clock)
+    renew, renewed = LeaseTable.renew, list[float]()
+
+    def note_renewal(table: LeaseTable, lease_id: str, now: float, seconds: float) -> Lease:
+        renewed.append(now)
+        return renew(table, lease_id, now, seconds)
+
+    monkeypatch.setattr(LeaseTable, "renew", note_renewal)
+    engine = BusyEngine(0.0, memory.clock)
     engine.cached_tokens = 12
-    async with pair(connect, engine, lease_seconds=1.0) as (sender, _):
-        wanted, ranges = request(), Ranges()
+    async with pair(memory.connect, engine, lease_seconds=60.0, clock=memory.clock) as (sender, _):
+        wanted, ranges = request(seconds=600.0), Ranges()
         reservation = await sender.reserve(wanted)
+        await reservation.link
         handing_over = asyncio.create_task(sender.hand_over(wanted, "r#0", reservation, ranges))
         for end in (2, 4, 6, 8, 10, 12):
-            await asyncio.sleep(0.5)
+            await memory.clock.let_pass(30.0)
             ranges.ready.append((end - 2, end))
             ranges.changed.set()
+            await until(lambda end=end: len(renewed) == end // 2)
         ranges.finished = Finished([1], 12)
         ranges.changed.set()
-        async with asyncio.timeout(10):
-            await handing_over
+        await memory.until(handing_over.done)
+        await handing_over
         assert engine.log == ["reserve", "attach"]
 
 
@@ -442,7 +456,7 @@ async def test_a_decoder_in_a_long_step_receives_only_what_fits(
     chunk_bytes = 4 * LAYOUT.bytes_per_token()
     monkeypatch.setattr(service, "UNWRITTEN_BYTES", 2 * chunk_bytes)
     engine = WaitingEngine()
-    async with pair(connect, engine) as (sender, _):
+    async with pair(connect, engine, CHUNK_SECONDS) as (sender, _):
         handing_over = await granted(sender, engine)
         await until(lambda: engine.commands() == ["write 0", "write 4"])
         await asyncio.sleep(3 * CHUNK_SECONDS)

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ from mmd_workers.wire.messages.message_parts import FeatureRef, Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest
 from mmd_workers.wire.peers import PeerDirectory
 from mmd_workers.wire.server import NatsServer
-from support.harness.waiting import until
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 from .worker_process import environment_of
 
@@ -128,11 +129,17 @@ async def test_a_silent_encoder_gets_no_features_and_delays_the_drain_briefly(
         await asyncio.sleep(60)
         raise AssertionError
 
-    await silent.serve(silent.subjects.features_given("e-1"), FeaturesGiven, answer)
+    subject = silent.subjects.features_given("e-1")
+    await silent.serve(subject, FeaturesGiven, answer)
     await taker(connect, "e-2", cache := cache_of())
-    assert await hand_over(await connect("e-0"), cache_of("a"), ["e-1", "e-2"], SECONDS, Metrics()) == {
-        "sent": 1
-    }
+    bus = await connect("e-0")
+    request = bus.request
+
+    async def ask(asked: str, *rest: Any, timeout: float) -> Any:
+        return await request(asked, *rest, timeout=timeout if asked == subject else DEADLINE_SECONDS)
+
+    monkeypatch.setattr(bus, "request", ask)
+    assert await hand_over(bus, cache_of("a"), ["e-1", "e-2"], DEADLINE_SECONDS, Metrics()) == {"sent": 1}
     assert "a" in cache
 
 

@@ -18,6 +18,7 @@ from mmd_api.contract.errors import ERRORS, BadMediaError, MmdError, Unprocessab
 from mmd_api.spec.media import MediaPolicy
 from mmd_api.spec.pools import EncoderSpec
 from mmd_workers.encoder.encoder_service import EncoderService
+from mmd_workers.encoder.job_claims import JobClaims
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.features.cache import FeatureCache
 from mmd_workers.features.held import feature_identity
@@ -48,6 +49,7 @@ NO_TRACING = Tracing("test", "test", "test", None)
 
 Connect = Callable[[str], Awaitable[Bus]]
 BYTES = 4096
+MAX_ATTEMPTS = 3
 REF = FeatureRef("feature-1", "digest", "image", 10, 4, [[0, 4]], {}, {}, 16)
 
 
@@ -70,9 +72,10 @@ async def receiver(
     holders: Callable[[str], list[str]] = nobody,
     memory_storage: bool = True,
     pod: str = "prefill-0",
+    ack_wait_seconds: float = 60.0,
 ) -> tuple[QueueSource, FeatureStore]:
     store = FeatureStore(1 << 20, lambda *_: None)
-    queue = EncodeQueue(bus, QueueLimits(memory_storage=memory_storage, ack_wait_seconds=1.0))
+    queue = EncodeQueue(bus, QueueLimits(memory_storage=memory_storage, ack_wait_seconds=ack_wait_seconds))
     await queue.ensure()
     source = QueueSource(
         *(
@@ -95,15 +98,17 @@ async def receiver(
 
 
 def encoder(
-    bus: Bus, alive: dict[str, str], cache: FeatureCache
+    bus: Bus, alive: dict[str, str], cache: FeatureCache, ack_wait_seconds: float = 60.0
 ) -> tuple[EncoderService, EncodeQueue, Metrics]:
     """An encoder whose cache has the feature already: what is tested is the way of the job."""
     metrics = Metrics()
     unused: Any = None
     decoders = DecodePool(1, 5, 1 << 20)
     pipeline = EncodePipeline(unused, decoders, MediaPolicy(), EncoderSpec(), cache, metrics)
-    queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=1.0))
-    return EncoderService(bus, queue, pipeline, ["image"], alive.get, metrics, NO_TRACING), queue, metrics
+    queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=ack_wait_seconds))
+    claims = JobClaims(bus, "i1", alive.get)
+    service = EncoderService(bus, queue, pipeline, ["image"], claims, MAX_ATTEMPTS, metrics, NO_TRACING)
+    return service, queue, metrics
 
 
 def with_feature() -> FeatureCache:
@@ -143,7 +148,7 @@ async def test_a_server_outage_leaves_a_job_queued_exactly_once(
     """The feature is not waited for until the job's deadline, while no encoder has anything to do."""
     bus, gateway = await connect("prefill-0"), await connect("gateway-0")
     source, _ = await receiver(bus, job_timeout_seconds=600.0, memory_storage=not kept)
-    queue = EncodeQueue(gateway, QueueLimits(memory_storage=not kept, ack_wait_seconds=1.0))
+    queue = EncodeQueue(gateway, QueueLimits(memory_storage=not kept, ack_wait_seconds=60.0))
     published = 0
 
     async def publish(job: EncodeJob) -> None:
@@ -183,16 +188,17 @@ async def test_a_feature_travels_from_the_encoder_to_its_requester(connect: Conn
 
 async def test_a_job_that_is_queued_twice_delivers_its_feature_once(connect: Connect) -> None:
     """As after an outage longer than the queue remembers what was published: the first copy may be there still."""
-    source, store = await receiver(await connect("prefill-0"))
+    source, store = await receiver(await connect("prefill-0"), ack_wait_seconds=1.0)
     source.request(REF, request())
     arrival = asyncio.shield(store.arrival(REF.feature_id))
-    services = [encoder(await connect(f"e-{n}"), {"prefill-0": "i1"}, with_feature()) for n in range(2)]
+    alive = {"prefill-0": "i1", "e-0": "i1", "e-1": "i1"}
+    services = [encoder(await connect(f"e-{n}"), alive, with_feature(), 1.0) for n in range(2)]
     queue = services[0][1]
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not await jobs_left(queue):
             await asyncio.sleep(0.05)
     (job,) = source._wanted.values()
-    await queue._published(job, message_id="the first is forgotten")
+    await queue._publish(job, message_id="the first is forgotten")
     assert await jobs_left(queue) == 2
     running = [asyncio.create_task(service.run()) for service, _, _ in services]
     await asyncio.wait_for(arrival, DEADLINE_SECONDS)
@@ -466,7 +472,8 @@ async def test_a_cached_feature_waits_for_none_of_those_that_are_being_made(conn
 
     bus = await connect("gateway-0")
     await bus.serve(bus.subjects.media("gateway-0"), MediaRead, never)
-    service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
+    alive = {"prefill-0": "i1", "elsewhere": "i1"}
+    service, queue, _ = encoder(await connect("encoder-0"), alive, with_feature())
     slow = replace(job_for("elsewhere"), feature=replace(REF, feature_id="slow"))
     await queue.publish(slow)
     running = asyncio.create_task(service.run())
@@ -535,6 +542,21 @@ async def test_a_job_that_is_asked_for_again_is_sent_once(connect: Connect) -> N
     assert not service._cached_jobs
 
 
+async def test_no_delivery_joins_one_that_is_leaving(connect: Connect) -> None:
+    """It would neither be settled with the other nor handled."""
+    service, queue, _ = encoder(await connect("encoder-0"), {}, with_feature())
+    await queue.ensure()
+    await queue.publish(job_for("nobody"))
+    (delivery,) = await queue.pull(["image"], 1, DEADLINE_SECONDS)
+    handling = asyncio.create_task(asyncio.sleep(0))
+    service._jobs[handling] = delivery
+    assert service._running(delivery.job) is delivery
+    leaving = asyncio.create_task(delivery.retry(0.0))
+    await handling
+    assert service._running(delivery.job) is None
+    await leaving
+
+
 async def test_a_job_shared_with_a_remaining_request_continues(connect: Connect) -> None:
     source, store = await receiver(await connect("prefill-0"))
     await store.admit("other#0", {REF.feature_id: BYTES}, lambda _: None)
@@ -577,7 +599,8 @@ async def test_a_failure_that_is_not_confirmed_keeps_its_job_in_the_queue() -> N
 
 def pulled() -> Any:
     """As much of a message of the queue as a delivery reads."""
-    return SimpleNamespace(metadata=SimpleNamespace(num_delivered=1), reply="nowhere")
+    metadata = SimpleNamespace(num_delivered=1, sequence=SimpleNamespace(stream=1))
+    return SimpleNamespace(metadata=metadata, reply="nowhere")
 
 
 async def until_serving(service: EncoderService) -> None:

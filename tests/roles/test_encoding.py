@@ -8,6 +8,7 @@ import io
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from mmd_api.contract.errors import (
     BadMediaError,
     CapacityError,
     DeviceLostError,
+    DrainedError,
     MediaGoneError,
     UnprocessableMediumError,
 )
@@ -31,6 +33,7 @@ from mmd_api.spec.media import AudioPolicy, MediaPolicy
 from mmd_api.spec.pools import EncoderBatching, EncoderSpec
 from mmd_workers.encoder.encoder_role import EncoderRole
 from mmd_workers.encoder.encoder_service import EncoderService
+from mmd_workers.encoder.job_claims import JobClaims
 from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.run_pace import RunPaces
@@ -46,18 +49,20 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.job_runs import JobRuns
 from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
 from mmd_workers.wire.media import MediaServer
 from mmd_workers.wire.messages.encoder import EncodeJob
 from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef, Sampling
-from mmd_workers.wire.messages.prefill import EncodeFailed, GenerateRequest
+from mmd_workers.wire.messages.prefill import EncodeCheck, EncodeFailed, EncodeWanted, GenerateRequest
 from mmd_workers.worker import Worker
 from support.harness.waiting import DEADLINE_SECONDS, until
 from support.oracles.films import film
 
 Connect = Callable[[str], Awaitable[Bus]]
 SIDE = 16
-LIMITS = QueueLimits(memory_storage=True, ack_wait_seconds=2.0, max_attempts=3)
+LIMITS = QueueLimits(memory_storage=True, ack_wait_seconds=2.0)
+MAX_ATTEMPTS = 3
 
 
 def png(shade: int) -> bytes:
@@ -448,11 +453,13 @@ async def test_a_lost_device_fails_its_batch_and_ends_the_pipeline() -> None:
 class Pod:
     """An encoder pod over a real server, with a receiver that keeps what it hears of failures."""
 
-    def __init__(self, bus: Bus, tower: Tower, receivers: dict[str, str]) -> None:
+    def __init__(self, bus: Bus, tower: Tower, alive: dict[str, str], incarnation: str = "i1") -> None:
         self.encoding = Encoding(tower, batching=EncoderBatching(max_wait_milliseconds=100))
         self.queue = EncodeQueue(bus, LIMITS)
         self.service = EncoderService(
-            *(bus, self.queue, self.encoding.pipeline, ["image"], receivers.get),
+            *(bus, self.queue, self.encoding.pipeline, ["image"]),
+            JobClaims(bus, incarnation, alive.get),
+            MAX_ATTEMPTS,
             metrics=self.encoding.metrics,
             tracing=Tracing("t", "t", "t", None),
         )
@@ -489,13 +496,19 @@ def job(shade: int) -> EncodeJob:
 
 
 async def listen(bus: Bus) -> list[EncodeFailed]:
+    """Act as the receiver of every feature. Returns the failures that it hears of."""
     failures: list[EncodeFailed] = []
+    runs: defaultdict[str, JobRuns] = defaultdict(JobRuns)
+
+    async def check(asked: EncodeCheck) -> EncodeWanted:
+        return runs[asked.job_id].answer(asked)
 
     async def keep(failure: EncodeFailed) -> Acknowledged:
         failures.append(failure)
         return Acknowledged()
 
     await bus.serve(bus.subjects.encode_failed("prefill-0"), EncodeFailed, keep)
+    await bus.serve(bus.subjects.encode_wanted("prefill-0"), EncodeCheck, check)
     await bus.flush()
     return failures
 
@@ -553,19 +566,46 @@ async def test_jobs_of_a_lost_device_go_to_others_at_once_and_uncounted(
     assert redelivered == sum(map(len, dead.batches)), "only the batch that was on the device counts"
 
 
+class Stuck(Tower):
+    """Processes nothing before `release` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+
+    def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
+        self.release.wait(120)
+        return super().process(decoded, layout)
+
+
+async def test_jobs_that_a_drain_could_not_finish_go_on_elsewhere_uncounted(connect: Connect) -> None:
+    bus, tower = await connect("prefill-0"), Stuck()
+    failures, queue = await listen(bus), EncodeQueue(bus, LIMITS)
+    await queue.ensure()
+    await queue.publish(job(1))
+    alive = {"prefill-0": "i1"}
+    async with Pod(await connect("e-0"), tower, alive) as drained:
+        try:
+            await until(lambda: drained.service._jobs)
+            role = EncoderRole(worker_of_an_encoder().pod, torch.device("cpu"))
+            role._service = drained.service
+            role.drain()
+            await role.give_back(DrainedError("this pod is draining"))
+            async with Pod(await connect("e-1"), Tower(), alive) as heir:
+                await until(lambda: heir.sent)
+        finally:
+            tower.release.set()
+    assert heir.encoding.metrics.redeliveries.labels("image")._value.get() == 0
+    assert not failures
+
+
 async def test_a_job_stuck_behind_another_ends_at_its_deadline(
     connect: Connect,
 ) -> None:
     """Nobody answers whether it is still wanted, so it counts as wanted; what it waits for has no end of its own."""
-    queue, release = EncodeQueue(await connect("prefill-0"), LIMITS), threading.Event()
+    queue, tower = EncodeQueue(await connect("prefill-0"), LIMITS), Stuck()
     await queue.ensure()
-
-    class Stuck(Tower):
-        def process(self, decoded: Any, layout: Any) -> ProcessedMedium:
-            release.wait(120)
-            return super().process(decoded, layout)
-
-    async with Pod(await connect("e-0"), Stuck(), {}) as pod:
+    async with Pod(await connect("e-0"), tower, {"prefill-0": "i1"}) as pod:
         try:
             await queue.publish(job(1))
             await until(lambda: pod.service._jobs)
@@ -574,13 +614,14 @@ async def test_a_job_stuck_behind_another_ends_at_its_deadline(
             await until(lambda: len(pod.service._jobs) == 2)
             await until(lambda: len(pod.service._jobs) == 1 and time.time() > soon)
         finally:
-            release.set()
+            tower.release.set()
     jobs = pod.encoding.metrics.encode_jobs
     assert jobs.labels("image", "deadline_exceeded")._value.get() == 1
 
 
+@pytest.mark.parametrize("restarts", [False, True], ids=["others take over", "it restarts under its name"])
 async def test_after_crashes_jobs_are_taken_singly_until_the_culprit_is_found(
-    connect: Connect,
+    connect: Connect, restarts: bool
 ) -> None:
     """Processes that end without a word: everything in hand is delivered again, and counted. Only the culprit is given up."""
     bus = await connect("prefill-0")
@@ -591,14 +632,17 @@ async def test_after_crashes_jobs_are_taken_singly_until_the_culprit_is_found(
     alive, sent, deaths = {"prefill-0": "i1"}, [], 0
     loop = asyncio.get_running_loop()
     while len(sent) < 5 or not failures:
-        died = asyncio.Event()
+        died, ended = asyncio.Event(), threading.Event()
 
-        def fatal(shades: list[int], died: asyncio.Event = died) -> None:
+        def fatal(shades: list[int], died: asyncio.Event = died, ended: threading.Event = ended) -> None:
             if 2 in shades:
                 loop.call_soon_threadsafe(died.set)
-                time.sleep(0.5)  # the event loop ends this pod meanwhile, as a signal would
+                ended.wait(DEADLINE_SECONDS)  # the event loop ends this pod meanwhile, as a signal would
 
-        pod = Pod(await connect(f"e-{deaths}"), Tower(fatal), alive)
+        name, incarnation = ("e-0", f"i{deaths}") if restarts else (f"e-{deaths}", "i1")
+        encoder = await connect(name)
+        alive[name] = incarnation
+        pod = Pod(encoder, Tower(fatal), alive, incarnation)
         async with pod:
             await until(
                 lambda died=died, sent=sent, pod=pod: (
@@ -606,8 +650,12 @@ async def test_after_crashes_jobs_are_taken_singly_until_the_culprit_is_found(
                 )
             )
             deaths += died.is_set()
+            pod.running.cancel()
             for task in pod.service._jobs:
                 task.cancel()  # no acknowledgement, no give-back
+            ended.set()
+            await encoder.close()
+            del alive[name]
         sent += pod.sent
         assert deaths <= 3
     (failure,) = failures

@@ -180,9 +180,12 @@ async def test_a_cancelled_prompt_leaves_nothing(pod: Pod) -> None:
     pod.service.cancel("r#0")  # as `Sequences` does
     pod.book.forget("r#0")
     pod.engine.abort("r#0")
-    await asyncio.sleep(0.1)
-    assert await pod.blocks_in_use() == 0
-    assert pod.service._prompts == {}
+
+    async def is_free() -> bool:
+        return await pod.blocks_in_use() == 0
+
+    await until(is_free)
+    await until(lambda: pod.service._prompts == {})
     refused = await pod.service._place(request_of("r", media=False))
     assert (refused.accepted, refused.code) == (False, RequestCancelledError.code)
 

@@ -27,6 +27,7 @@ from mmd_workers.encoder import pipeline as pipeline_module
 from mmd_workers.encoder.budget import ByteBudget
 from mmd_workers.encoder.cache_handover import FeatureTaker, hand_over
 from mmd_workers.encoder.encoder_service import EncoderService
+from mmd_workers.encoder.job_claims import JobClaims
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.features import disk as disk_module
 from mmd_workers.features.cache import FeatureCache
@@ -133,10 +134,13 @@ class Encoder:
         self.pipeline._memory = budget = CrowdedBudget(3 * 4200, "spec.encoder.mediaMebibytes")
         budget.leave = self._leave
         self._rng = world.rng
-        queue: Any = PodQueue(bus)
+        self.queue = PodQueue(bus)
+        queue: Any = self.queue
         tracing = Tracing("test", "test", "test", None)
         self.service = EncoderService(
-            self.bus, queue, self.pipeline, ["image"], world.net.incarnations.get, metrics, tracing
+            *(self.bus, queue, self.pipeline, ["image"]),
+            JobClaims(self.bus, world.net.incarnations[name], world.net.incarnations.get),
+            *(3, metrics, tracing),
         )
         self.draining = False
         self.taker = FeatureTaker(self.bus, name, self.cache, lambda: self.draining)
@@ -172,9 +176,10 @@ class Encoder:
             "work": sum(pipeline.queued_work.values()),
             "memory": pipeline._memory.used_bytes,
             "waiting for memory": sum(map(len, pipeline._memory._waiting.values())),
-            "jobs": len(service._jobs),
+            "jobs": len(service._jobs) + (not service._takes_jobs.is_set()),
             "cached jobs": len(service._cached_jobs),
-            "slots": service._max_jobs - service._cached_slots._value,
+            "slots": service._max_jobs - self.queue.batch,
+            "slots past the queue": service._max_jobs - service._cached_slots._value,
             "cache bytes": cache.used_bytes - sum(e.feature.num_bytes for e in cache._features.values()),
             "over budget": max(0, cache.used_bytes - CACHE_BYTES),
             "heap": len(cache._coldest) - len(cache),
@@ -260,7 +265,7 @@ class Prefill:
             "balance": self.steps[FeatureState.REGISTERED]
             - self.steps[FeatureState.DISCARDED]
             - len(entries),
-            "wanted": len(source._wanted),
+            "wanted": len(source._wanted) + len(source._runs),
             "tasks": len(source._tasks),
             "transfers": len(receiver._transfers) + receiver.reserved_bytes + len(receiver._endings),
             "reports": self.held._places - Counter([*store._entries]),

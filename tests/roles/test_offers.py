@@ -85,7 +85,7 @@ class LinksToBe:
         return failed_epoch + 1
 
     def connect(self, *_: object) -> Any:
-        self.over.wait(10)
+        self.over.wait(DEADLINE_SECONDS)
         return SimpleNamespace(dead="", held=nullcontext)
 
     def drop(self, pod: str) -> None:

@@ -186,7 +186,7 @@ async def test_who_gives_up_waiting_takes_no_server_along() -> None:
     tasks[2].cancel()
     await asyncio.wait(tasks)
     assert entered == ["first", "leaves late", "last"]
-    async with asyncio.timeout(5), decode.run("image", 1):
+    async with asyncio.timeout(DEADLINE_SECONDS), decode.run("image", 1):
         entered.append("another")
     assert entered[-1] == "another"
 
@@ -204,7 +204,7 @@ async def test_who_is_cancelled_as_its_turn_comes_hands_it_on() -> None:
         tasks = [asyncio.create_task(take(name)) for name in ("leaves", "last")]
         await asyncio.sleep(0)
     tasks[0].cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await asyncio.wait(tasks)
     assert entered == ["last"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import json
 import random
 import selectors
@@ -16,20 +17,19 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from mmd_api.contract.errors import DeadlineError, MmdError, OverloadedError, PeerLostError
+from mmd_api.contract.errors import DeadlineError, OverloadedError, PeerLostError
 from mmd_api.contract.subjects import Subjects
 from mmd_workers.wire.codec import pack, pack_frame, unpack, unpack_frame
-from mmd_workers.wire.jobs import Delivery, QueueLimits, report_failure
+from mmd_workers.wire.jobs import Delivery, QueueLimits
 from mmd_workers.wire.messages.encoder import EncodeJob
-from mmd_workers.wire.messages.prefill import EncodeFailed
 
 LATENCY_SECONDS = 0.001
 POLL_SECONDS = 0.05
-LIMITS = QueueLimits(ack_wait_seconds=2.0, max_attempts=3)
+LIMITS = QueueLimits(ack_wait_seconds=2.0)
 _pod: contextvars.ContextVar[str] = contextvars.ContextVar("pod", default="client")
 
 
@@ -148,8 +148,10 @@ class Subscription:
 
 @dataclass(eq=False)
 class _Queued:
+    """A message of the queue. `visible`: time of its next delivery."""
+
+    number: int
     job: EncodeJob
-    reply: str
     visible: float = 0.0
     deliveries: int = 0
 
@@ -162,7 +164,8 @@ class Net:
         self.faults = faults
         self.served: dict[str, tuple[str, type, Callable[[Any], Awaitable[Any]]]] = {}
         self.subscriptions: defaultdict[str, set[Subscription]] = defaultdict(set)
-        self.queue: dict[str, _Queued] = {}
+        self.queue: dict[int, _Queued] = {}  # by number
+        self._numbers = itertools.count(1)
         self.incarnations: dict[str, str] = {}
         self._published: set[str] = set()
 
@@ -180,18 +183,20 @@ class Net:
         if message_id not in self._published:
             self._published.add(message_id)
             for _ in range(1 + self.unlucky()):
-                reply = f"ack.{uuid.uuid4().hex}"
-                self.queue[reply] = _Queued(job, reply)
+                number = next(self._numbers)
+                self.queue[number] = _Queued(number, job)
 
-    def settle(self, reply: str, verb: bytes, now: float) -> None:
-        if (queued := self.queue.get(reply)) is None:
+    def settle(self, reply: str, verb: bytes, now: float, limits: QueueLimits) -> None:
+        """As the server does, whichever delivery of the message the reply subject comes from."""
+        _, number, _ = reply.split(".")
+        if (queued := self.queue.get(int(number))) is None:
             return
         if verb.startswith(b"-NAK"):
             queued.visible = now + json.loads(verb[5:])["delay"] / 1e9
         elif verb == b"+WPI":
-            queued.visible = now + LIMITS.ack_wait_seconds
+            queued.visible = now + limits.ack_wait_seconds
         else:
-            del self.queue[reply]
+            del self.queue[int(number)]
 
 
 class PodBus:
@@ -200,8 +205,9 @@ class PodBus:
     is_connected = True
     is_closed = False
 
-    def __init__(self, net: Net, pod: str) -> None:
+    def __init__(self, net: Net, pod: str, limits: QueueLimits = LIMITS) -> None:
         self.net = net
+        self.limits = limits
         self.client_name = pod
         self.subjects = Subjects("test", "leaks", "r1")
         self.client = SimpleNamespace(
@@ -293,15 +299,16 @@ class PodBus:
     async def _settle(self, reply: str, verb: bytes, **_: Any) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
         if not self.net.unlucky():
-            self.net.settle(reply, verb, asyncio.get_running_loop().time())
+            self.net.settle(reply, verb, asyncio.get_running_loop().time(), self.limits)
 
 
 class PodQueue:
-    """The queue of jobs as one pod has it."""
+    """The queue of jobs as one pod has it. `test_virtual_queue.py` compares it with the real one."""
 
     def __init__(self, bus: PodBus) -> None:
         self._bus = bus
         self._net = bus.net
+        self.batch = 0  # of the latest pull
 
     async def publish(self, job: EncodeJob) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
@@ -313,12 +320,8 @@ class PodQueue:
         if fate < 1:
             raise DeadlineError("not confirmed")
 
-    async def give_back(self, delivery: Delivery) -> None:
-        job = replace(delivery.job, tried=delivery.attempt - 1)
-        self._net.enqueue(job, uuid.uuid4().hex)
-        await delivery.ack()
-
     async def pull(self, modalities: Sequence[str], batch: int, wait: float) -> list[Delivery]:
+        self.batch = batch
         now = asyncio.get_running_loop().time
         end = now() + wait
         while True:
@@ -327,27 +330,18 @@ class PodQueue:
                 for queued in self._net.queue.values()
                 if queued.visible <= now() and queued.job.feature.modality in modalities
             ]
-            taken = [made for queued in ready[:batch] if (made := self._deliver(queued, now())) is not None]
-            if taken or now() >= end:
-                return taken
+            if ready or now() >= end:
+                return [self._deliver(queued, now()) for queued in ready[:batch]]
             await asyncio.sleep(POLL_SECONDS)
 
-    def _deliver(self, queued: _Queued, now: float) -> Delivery | None:
-        queued.visible = now + LIMITS.ack_wait_seconds
+    def _deliver(self, queued: _Queued, now: float) -> Delivery:
+        queued.visible = now + self._bus.limits.ack_wait_seconds
         queued.deliveries += 1
         message: Any = SimpleNamespace(
-            metadata=SimpleNamespace(num_delivered=queued.deliveries), reply=queued.reply
+            metadata=SimpleNamespace(
+                num_delivered=queued.deliveries, sequence=SimpleNamespace(stream=queued.number)
+            ),
+            reply=f"ack.{queued.number}.{queued.deliveries}",
         )
         bus: Any = self._bus
-        delivery = Delivery(bus, message, queued.job, LIMITS)
-        if delivery.attempt <= LIMITS.max_attempts:
-            return delivery
-        failed = EncodeFailed(
-            queued.job.feature.feature_id,
-            queued.job.job_id,
-            MmdError.code,
-            "too many attempts",
-            retryable=False,
-        )
-        self._report = asyncio.create_task(report_failure(bus, delivery, failed, "too many attempts"))
-        return None
+        return Delivery(bus, message, queued.job, self._bus.limits)

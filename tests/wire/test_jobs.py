@@ -2,6 +2,7 @@ import asyncio
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from nats.aio.msg import Msg
@@ -9,17 +10,17 @@ from nats.aio.msg import Msg
 from mmd_api.contract.errors import CapacityError, DeadlineError, OverloadedError, PeerLostError
 from mmd_api.contract.pools import MODALITIES
 from mmd_workers.wire import jobs
-from mmd_workers.wire.jobs import EncodeQueue, QueueLimits, check_fits, round_work
+from mmd_workers.wire.jobs import Delivery, EncodeQueue, QueueLimits, check_fits, round_work
 from mmd_workers.wire.messages.encoder import EncodeJob
-from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef
-from mmd_workers.wire.messages.prefill import EncodeFailed
+from mmd_workers.wire.messages.message_parts import FeatureRef
 from support.harness.clock import FakeClock
+from support.harness.processes import frozen
 from support.harness.waiting import DEADLINE_SECONDS, until
 
 pytestmark = pytest.mark.promise
 
-SHORT = QueueLimits(ack_wait_seconds=1.0, max_attempts=2)
-PATIENT = QueueLimits(ack_wait_seconds=60.0, max_attempts=2)
+SHORT = QueueLimits(ack_wait_seconds=1.0)
+PATIENT = QueueLimits(ack_wait_seconds=60.0)
 
 
 def job(name: str, modality: str = "image", work: int = 64) -> EncodeJob:
@@ -38,7 +39,7 @@ async def queue(connect):
 async def test_a_job_is_delivered_once_and_leaves_when_acknowledged(queue):
     await queue.publish(job("a"))
     (delivery,) = await queue.pull(MODALITIES, batch=4, wait=2)
-    assert (delivery.job.job_id, delivery.attempt) == ("a", 1)
+    assert (delivery.job.job_id, delivery.is_first) == ("a", True)
     await delivery.ack()
     assert (await queue.depth())["image"].jobs == 0
     assert await queue.pull(MODALITIES, batch=4, wait=0.1) == []
@@ -48,7 +49,7 @@ async def test_a_waiting_pull_receives_a_new_job_at_once(queue, connect):
     clock = FakeClock()
     waiting = EncodeQueue(await connect("waiting"), SHORT, clock)
     waits = asyncio.create_task(waiting.pull(MODALITIES, batch=1, wait=60))
-    await until(lambda: clock.is_awaited)
+    await until(lambda: is_pausing(waiting))
     looks = waiting._turn
     await queue.publish(job("a"))
     await until(lambda: waiting._turn > looks)  # its clock stands still: it does not look again by itself
@@ -67,11 +68,54 @@ async def test_a_pull_without_a_signal_looks_again_until_its_time_ends(queue, co
     waits = asyncio.create_task(waiting.pull(MODALITIES, batch=1, wait=1.0))
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not waits.done():
-            await until(lambda: clock.is_awaited or waits.done())
+            await until(lambda: is_pausing(waiting) or waits.done())
             if not waits.done():
                 await clock.let_pass(jobs._POLL_SECONDS)
     assert await waits == []
     assert (clock.now() - begin, waiting._turn) == (1.0, 1 + 1.0 / jobs._POLL_SECONDS)
+
+
+def is_pausing(queue: EncodeQueue) -> bool:
+    """Whether a pull found nothing, and waits for a signal or its next look."""
+    return bool(queue._wake._waiters)
+
+
+async def test_a_pull_that_the_server_does_not_answer_ends_in_time(own_nats_server, connect):
+    clock = FakeClock()
+    bus = await connect("encoder")
+    await EncodeQueue(bus, PATIENT).ensure()
+    puller = jobs._Puller(bus, bus.subjects.encode_stream, "image", clock)
+    await puller.open()
+    await bus.flush()
+    with frozen(own_nats_server.pid):
+        takes = asyncio.create_task(puller.take(1))
+        await until(lambda: clock.is_awaited)
+        await clock.let_pass(jobs._API_SECONDS - 0.1)
+        assert not takes.done()
+        await clock.let_pass(0.1)
+        with pytest.raises(TimeoutError):
+            await takes
+
+
+async def test_a_pull_looks_again_as_soon_as_the_server_is_back(own_nats_server, connect):
+    """Its request went with the server, and the clock stands still: waiting for the answer would take for ever."""
+    bus = await connect("encoder")
+    queue = EncodeQueue(bus, PATIENT)
+    await queue.ensure()
+    puller = jobs._Puller(bus, bus.subjects.encode_stream, "image", clock := FakeClock())
+    await puller.open()
+    await bus.flush()
+    with frozen(own_nats_server.pid):
+        takes = asyncio.create_task(puller.take(1))
+        await until(lambda: clock.is_awaited)
+        await asyncio.to_thread(own_nats_server.kill)
+    await asyncio.to_thread(own_nats_server.start)
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        assert await takes == []
+    await queue.publish(job("a"))
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        (message,) = await puller.take(1)
+    assert message.data
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -101,10 +145,10 @@ async def test_a_job_of_a_dead_encoder_goes_to_another(queue, connect):
     dies, lives = await connect("dies"), EncodeQueue(await connect("lives"), SHORT)
     await queue.publish(job("a"))
     (lost,) = await EncodeQueue(dies, SHORT).pull(MODALITIES, batch=1, wait=2)
-    assert lost.attempt == 1
+    assert lost.is_first
     await dies.close()
     (again,) = await lives.pull(MODALITIES, batch=1, wait=10)
-    assert (again.job.job_id, again.attempt) == ("a", 2)
+    assert (again.job.job_id, again.is_first) == ("a", False)
     await again.ack()
 
 
@@ -127,9 +171,79 @@ async def test_a_job_given_back_comes_again_after_the_delay(connect):
     await first.retry(0.4)
     (second,) = await queue.pull(MODALITIES, batch=1, wait=20)
     assert time.monotonic() - begin > 0.3
-    assert second.attempt == 2
+    assert not second.is_first
     await second.ack()
     await queue.close()
+
+
+def recorded_delivery(clock: FakeClock, sent: list[bytes]) -> Delivery:
+    async def publish(_reply: str, verb: bytes, **_: float) -> None:
+        sent.append(verb)
+
+    bus = SimpleNamespace(client=SimpleNamespace(publish=publish, request=publish))
+    metadata = SimpleNamespace(num_delivered=1, sequence=SimpleNamespace(stream=1))
+    return Delivery(bus, SimpleNamespace(metadata=metadata, reply="ack"), job("a"), PATIENT, clock)
+
+
+async def test_a_delivery_is_kept_alive_three_times_within_the_wait() -> None:
+    clock, sent = FakeClock(), list[bytes]()
+    async with recorded_delivery(clock, sent).keep_alive():
+        await clock.let_pass(PATIENT.ack_wait_seconds)
+    await clock.let_pass(PATIENT.ack_wait_seconds)
+    assert sent == [b"+WPI"] * 3
+
+
+async def test_a_delivery_given_back_is_not_kept_alive_any_longer() -> None:
+    """The queue would deliver it after the acknowledgement wait, not after the delay."""
+    clock, sent = FakeClock(), list[bytes]()
+    delivery = recorded_delivery(clock, sent)
+    async with delivery.keep_alive():
+        await delivery.retry(0.1)
+        await clock.let_pass(PATIENT.ack_wait_seconds)
+    assert [verb[:5] for verb in sent] == [b"-NAK "]
+
+
+async def test_a_joined_delivery_leaves_the_queue_with_its_job(queue, connect):
+    """The same message once more, and a copy that was published when the server had forgotten the first."""
+    await queue.publish(job("a"))
+    (running,) = await queue.pull(MODALITIES, batch=1, wait=2)
+    (again,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)  # after the wait
+    running.join(again)
+    await queue._publish(job("a"), message_id="the first is forgotten")
+    (copy,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)
+    running.join(copy)
+    assert (again.is_first, copy.is_first, len(running._replies)) == (False, True, 2)
+    await running.ack()
+    assert (await queue.depth())["image"].jobs == 0
+
+
+async def test_the_first_delivery_still_ends_a_redelivered_job(queue):
+    await queue.publish(job("a"))
+    (running,) = await queue.pull(MODALITIES, batch=1, wait=2)
+    (elsewhere,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)
+    assert not elsewhere.is_first
+    async with running.keep_alive():
+        assert await queue.pull(MODALITIES, batch=1, wait=2.5 * SHORT.ack_wait_seconds) == []
+    await running.ack()
+    assert (await queue.depth())["image"].jobs == 0
+
+
+async def test_a_job_given_back_is_queued_once_across_restarts(own_nats_server, connect):
+    queue = EncodeQueue(await connect("here"), PATIENT)
+    await queue.ensure()
+    await queue.publish(job("a"))
+    (delivery,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)
+    await delivery.retry(0.0)
+    await queue.publish(job("a"))
+    await asyncio.to_thread(own_nats_server.kill)
+    await asyncio.to_thread(own_nats_server.start)
+
+    async def is_published() -> bool:
+        await queue.publish(job("a"))
+        return True
+
+    await until(is_published, retried=(DeadlineError, PeerLostError))
+    assert (await queue.depth())["image"].jobs == 1
 
 
 async def test_poison_is_terminated_with_its_reason_and_never_comes_back(queue, connect):
@@ -149,31 +263,6 @@ async def test_poison_is_terminated_with_its_reason_and_never_comes_back(queue, 
         assert b"not a  PNG" in await reasons.get()
     assert await queue.pull(MODALITIES, batch=1, wait=2 * SHORT.ack_wait_seconds) == []
     assert (await queue.depth())["image"].jobs == 0
-
-
-async def test_the_receiver_is_notified_of_a_job_that_no_encoder_finishes(queue, connect):
-    receiver = await connect("prefill-0")
-    failed: asyncio.Queue[EncodeFailed] = asyncio.Queue()
-
-    async def hear(failure: EncodeFailed) -> Acknowledged:
-        failed.put_nowait(failure)
-        return Acknowledged()
-
-    await receiver.serve(receiver.subjects.encode_failed("prefill-0"), EncodeFailed, hear)
-    await receiver.flush()
-    await queue.publish(job("crasher", "video"))
-    for attempt in (1, 2):
-        (delivery,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)
-        assert delivery.attempt == attempt
-        await delivery.retry(0.01)
-    assert await queue.pull(MODALITIES, batch=1, wait=2) == []
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        told = await failed.get()
-    assert (told.job_id, told.code, told.retryable) == ("crasher", "unprocessable_medium", False)
-    assert "2 consecutive encoders" in told.message
-    async with asyncio.timeout(30):
-        while (await queue.depth())["video"].jobs:
-            await asyncio.sleep(0.02)
 
 
 async def test_a_full_queue_is_a_typed_error_and_keeps_what_it_has(connect):

@@ -215,6 +215,12 @@ def test_no_user_may_speak_for_another_deployment() -> None:
         assert all(subject.startswith(own) for subject in (*may.publish, *may.subscribe))
 
 
+def test_encoders_of_the_last_release_may_requeue_their_jobs() -> None:
+    """The server has its new permissions before the encoders are replaced."""
+    work = Subjects("ai", "chat", "*").encode_work("*", "*")
+    assert work in permissions_of("encode", "ai", "chat").publish
+
+
 async def test_messages_without_permission_do_not_arrive(server: NatsServer) -> None:
     async with as_user(server, "decode") as (decode, _), as_user(server, "encode") as (encode, violations):
         heard = await decode.subscribe(SUBJECTS.kv_offer("d-0"))

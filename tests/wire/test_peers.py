@@ -10,7 +10,7 @@ from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_api.contract.load import PodLoad
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.messages.every_pod import Heartbeat
-from mmd_workers.wire.peers import MAX_PODS, Heartbeater, PeerDirectory, PeerTable, sent_now
+from mmd_workers.wire.peers import CLOSE_SECONDS, MAX_PODS, Heartbeater, PeerDirectory, PeerTable, sent_now
 from support.harness.clock import FakeClock
 from support.harness.waiting import DEADLINE_SECONDS, until
 from support.serving.memory_bus import MemoryNet
@@ -242,6 +242,30 @@ async def test_losses_are_still_noticed_after_a_tick_that_failed(caplog):
     await watched.clock.until(lambda: watched.directory.get("d-0") is None, 2 * TIMEOUT)
     assert "KeyError" in caplog.text
     await watched.directory.close()
+
+
+async def test_closing_waits_a_second_of_its_clock_for_a_heartbeat() -> None:
+    """For one whose client swallowed the cancellation."""
+    clock = FakeClock()
+    bus = MemoryNet(clock).bus("d-0")
+    heartbeater = Heartbeater(bus, lambda: BEAT, PERIOD, clock)
+
+    async def swallow(*_: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+    await heartbeater.start()
+    bus.publish = swallow
+    beating = heartbeater._task
+    await clock.let_pass(PERIOD)
+    begin = clock.now()
+    closing = asyncio.create_task(heartbeater.close(announce=False))
+    await clock.until(closing.done)
+    assert clock.now() - begin == CLOSE_SECONDS
+    beating.cancel()
+    await asyncio.wait([beating])
 
 
 def test_a_clock_that_is_set_back_makes_no_heartbeat_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from mmd_api.contract.errors import PeerLostError
 from mmd_workers.wire.server import NatsServer
+from support.harness.waiting import DEADLINE_SECONDS
 
 
 def test_the_port_and_the_directory_survive_a_restart(tmp_path):
@@ -30,7 +31,7 @@ def test_it_listens_on_loopback_alone(nats_server):
 def test_a_server_that_cannot_start_reports_why(tmp_path, nats_server):
     port = int(nats_server.url.rsplit(":", 1)[1])
     with pytest.raises(PeerLostError, match="address already in use"):
-        NatsServer(tmp_path, port=port).start(timeout_seconds=5)
+        NatsServer(tmp_path, port=port).start(timeout_seconds=DEADLINE_SECONDS)
 
 
 def test_the_data_plane_needs_no_torch():

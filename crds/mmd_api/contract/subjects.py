@@ -110,11 +110,11 @@ class Subjects:
         return f"{self.prefix}.encode-failed.{pod}"
 
     def encode_wanted(self, pod: str) -> str:
-        """Request/reply: encoder checks with the pod that requested a feature whether it is still needed (`EncodeCheck`)."""
+        """Request/reply: encoder claims a job at the pod that requested the feature, and checks whether it is still needed (`EncodeCheck`)."""
         return f"{self.prefix}.encode-wanted.{pod}"
 
     def encode_cached(self, pod: str) -> str:
-        """Request/reply: `EncodeJob` to an encoder that has the feature or is making it, past the queue."""
+        """Request/reply: `EncodeJob` to an encoder that has the feature, is making it or may be running the job, past the queue."""
         return f"{self.prefix}.encode-cached.{pod}"
 
     def features_given(self, pod: str) -> str:
@@ -246,7 +246,8 @@ def permissions_of(user: str, namespace: str, name: str) -> Permissions:
         publish |= {to.phases("*")}
         if role == "encode":
             publish |= {to.media("*"), to.embedding("*"), to.encode_failed("*"), to.encode_wanted("*")}
-            publish |= {to.encode_work("*", "*"), to.feature_report("*")}
+            publish |= {to.encode_cached("*"), to.feature_report("*")}
+            publish |= {to.encode_work("*", "*")}  # in a rollout, encoders of the last release requeue jobs
             publish |= {to.features_given("*"), to.feature_offer("*")}
             publish |= {"$JS.API.CONSUMER.MSG.NEXT.*.*", "$JS.ACK.>"}
             subscribe |= {to.encode_work("*", "*"), to.encode_cached("*"), to.feature_wanted("*")}

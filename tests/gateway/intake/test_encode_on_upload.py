@@ -11,6 +11,8 @@ from mmd_workers.gateway.basics.media_hold import MediaHold, RequestReservation
 from mmd_workers.gateway.intake import encode_on_upload
 from mmd_workers.gateway.intake.encode_on_upload import EncodeOnUpload
 from mmd_workers.wire.bus import Bus
+from mmd_workers.wire.job_runs import JobRuns
+from mmd_workers.wire.messages.prefill import EncodeCheck, EncodeRun
 from mmd_workers.wire.server import NatsServer
 from mmd_workers.wire.stored_files import StoredFile
 from support.harness.waiting import until
@@ -57,3 +59,15 @@ async def test_bytes_are_freed_while_requests_await_encoders_and_reread_later(
         await asyncio.wait([running])
         await bus.close()
     assert (encoded, pages.reads) == (["page-1", "page-2"], 2)
+
+
+async def test_one_encoder_at_a_time_runs_the_job_of_an_upload(nats_server: NatsServer) -> None:
+    bus = await Bus.connect(nats_server.url, "gateway-0", Subjects("test", "claimedupload", "r1"))
+    encoding = EncodeOnUpload(bus, "gateway-0", "1", Pages(), MediaHold(100), lambda: False)
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    encoding._jobs["page-1"] = "job", done, JobRuns()
+    first, second = EncodeRun("encoder-0", "i1"), EncodeRun("encoder-1", "i1")
+    answers = [await encoding._checked(EncodeCheck("page-1", "job", run)) for run in (first, second)]
+    assert [(answer.wanted, answer.other) for answer in answers] == [(True, None), (True, first)]
+    assert not (await encoding._checked(EncodeCheck("page-1", "an earlier job", first))).wanted
+    await bus.close()

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import torch
 
+from mmd_api.contract.errors import MmdError
 from mmd_api.contract.load import PodLoad
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_workers.basics import memory
 from mmd_workers.basics.memory import MEBIBYTE
 from mmd_workers.encoder.cache_handover import FeatureTaker, hand_over, seconds_of
 from mmd_workers.encoder.encoder_service import EncoderService
+from mmd_workers.encoder.job_claims import JobClaims
 from mmd_workers.encoder.local_source import LocalSource
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.encoder.profile import tower_memory
@@ -148,7 +150,8 @@ class EncoderRole(Part):
             pod.encode_queue(),
             self._pipeline,
             sorted(self._model.modalities),
-            incarnation_of=self._incarnation_of,
+            JobClaims(pod.bus, pod.settings.incarnation, self._incarnation_of),
+            max_attempts=pod.encoder_spec.max_deliveries,
             metrics=pod.metrics,
             tracing=pod.tracing,
         )
@@ -196,6 +199,10 @@ class EncoderRole(Part):
             self._handover.cancel()
         if self._service is not None:
             await self._service.abandon()
+
+    async def give_back(self, error: MmdError) -> None:
+        """Return the jobs that a drain could not finish: their end is no crash."""
+        await self.surrender()
 
     async def stop(self) -> None:
         """End the threads and the decode processes."""

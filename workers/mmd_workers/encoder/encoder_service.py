@@ -6,18 +6,26 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 
 from mmd_api.contract.errors import (
     DeadlineError,
     DeviceLostError,
     FeatureLostError,
-    MediaGoneError,
     MmdError,
     PeerLostError,
     ReceiverGoneError,
+    UnprocessableMediumError,
 )
 from mmd_api.contract.pools import Modality
+from mmd_workers.encoder.job_claims import (
+    END_REPORT_SECONDS,
+    Claim,
+    JobClaims,
+    RunsElsewhereError,
+    RunUnclearError,
+)
 from mmd_workers.encoder.pipeline import EncodePipeline
 from mmd_workers.features.references import unprocessable
 from mmd_workers.features.tensors import buffers_of
@@ -32,17 +40,18 @@ from mmd_workers.wire.media import SharedReads, read_medium
 from mmd_workers.wire.messages.encoder import EncodeJob, EncodeTaken
 from mmd_workers.wire.messages.gateway import PhaseReport
 from mmd_workers.wire.messages.message_parts import Phase
-from mmd_workers.wire.messages.prefill import EncodeCheck, EncodeFailed, EncodeWanted
+from mmd_workers.wire.messages.prefill import EncodeFailed
 
 log = logging.getLogger(__name__)
 
 PULL_WAIT_SECONDS = 1.0
 RETRY_SECONDS = (0.1, 1.0)  # first and longest pause between two tries of one job
 CRASH_RETRY_SECONDS = 0.5
+UNKNOWN_RETRY_SECONDS = 1.0  # until a job is claimed again whose receiver or encoder does not answer
+SUSPECT_RETRY_SECONDS = 0.1  # until a job is delivered again that met another one that has to run alone
 CHECK_SECONDS = 1.0  # interval between checks whether a job is still wanted
-WAITED_SECONDS = 0.3  # a job that was in the queue for longer is checked before it is begun
+ABANDON_REPORT_SECONDS = 2.0  # limit for reporting an end, so that time remains to give the job back
 MOST_CACHED_JOBS = 256  # limit of jobs past the queue that wait for their turn or are served
-CHECK_TIMEOUT_SECONDS = 1.0
 MAX_MESSAGE_CHARACTERS = 4096
 
 
@@ -52,10 +61,10 @@ class EncoderService:
     Features that this pod has, or is already making, are sent past the queue, without a wait for decoding or the tower, even while the
     pod drains.
 
-    A redelivered job may have ended the encoder that had it: it is handled with no other job in progress, so that neither can
-    cost the other an attempt.
+    A job that is delivered while it is handled here is joined, and one that another encoder runs is left to it. A job that has failed,
+    or ended an encoder, is handled with no other job in progress, so that neither can cost the other an attempt.
 
-    `incarnation_of(pod)` returns the incarnation of a pod with recent heartbeats, or None.
+    `max_attempts`: runs that may fail before a job is given up.
     """
 
     def __init__(
@@ -64,7 +73,8 @@ class EncoderService:
         queue: EncodeQueue,
         pipeline: EncodePipeline,
         modalities: list[Modality],
-        incarnation_of: Callable[[str], str | None],
+        claims: JobClaims,
+        max_attempts: int,
         metrics: Metrics,
         tracing: Tracing,
     ) -> None:
@@ -74,11 +84,14 @@ class EncoderService:
         self._modalities = modalities
         self._sender = EmbeddingSender(bus)
         self._reads = SharedReads(lambda *medium: read_medium(bus, *medium))
-        self._incarnation_of = incarnation_of
+        self._claims = claims
+        self._max_attempts = max_attempts
         self._metrics = metrics
         self._tracing = tracing
         self._max_jobs = pipeline.max_media
         self._slots = asyncio.Semaphore(self._max_jobs)
+        self._takes_jobs = asyncio.Event()  # not while one job has all slots, or waits for them
+        self._takes_jobs.set()
         self._sending = pipeline.stages.add("send", self._max_jobs)
         self._jobs: dict[asyncio.Task[None], Delivery] = {}
         self._cached_jobs: dict[str, asyncio.Task[None]] = {}  # served past the queue, by job id
@@ -94,6 +107,7 @@ class EncoderService:
         with contextlib.suppress(PeerLostError):  # the next use connects it, too
             await self._bus.bulk()  # so that the first job does not wait for the connection
         while not self._draining.is_set():
+            await self._takes_jobs.wait()
             await self._slots.acquire()
             free_slots = 1
             while free_slots < self._max_jobs and not self._slots.locked():
@@ -110,46 +124,39 @@ class EncoderService:
                     self._slots.release()
             if self._abandoned:
                 for delivery in deliveries:
-                    await self._give_back(delivery)
+                    await delivery.retry(0.0)
                 break
-            suspects = [delivery for delivery in deliveries if delivery.attempt > 1]
             for delivery in deliveries:
-                if delivery.attempt == 1:
+                if (running := self._running(delivery.job)) is None:
                     self._start(delivery)
-            if suspects:
-                await self._handle_alone(*suspects)
+                else:
+                    running.join(delivery)
+                    self._slots.release()
         if remaining := {*self._jobs, *self._cached_jobs.values()}:
             await asyncio.wait(remaining)
         self.drained = True
 
-    def _start(self, delivery: Delivery) -> asyncio.Task[None]:
+    def _running(self, job: EncodeJob) -> Delivery | None:
+        """The delivery of a job that is handled here, and is not leaving."""
+        deliveries = self._jobs.values()
+        return next((one for one in deliveries if one.job.job_id == job.job_id and not one.is_leaving), None)
+
+    def _start(self, delivery: Delivery) -> None:
         """Handle a job that holds one of the slots."""
         task = asyncio.create_task(self._handle(delivery), name=f"job-{delivery.job.job_id}")
         self._jobs[task] = delivery
         task.add_done_callback(self._done)
-        return task
 
-    async def _handle_alone(self, delivery: Delivery, *others: Delivery) -> None:
-        for other in others:
-            await self._give_back(other)
-            self._slots.release()
-        async with delivery.keep_alive():
-            if self._jobs:
-                await asyncio.wait(self._jobs)
-            if self._abandoned:
-                await self._give_back(delivery)
-            else:
-                await asyncio.wait([self._start(delivery)])
-
-    async def _give_back(self, delivery: Delivery) -> None:
-        try:
-            await self._queue.give_back(delivery)
-        except MmdError as error:
-            log.warning(
-                "failed to return job %s to the queue; it will be redelivered after its acknowledgement wait: %s",
-                delivery.job.job_id,
-                error.message,
-            )
+    async def _give_back(
+        self,
+        delivery: Delivery,
+        delay: float = 0.0,
+        failed: bool = False,
+        report_seconds: float = END_REPORT_SECONDS,
+    ) -> None:
+        """End the run of a job, and let any encoder take it. `failed`: the run counts as an attempt."""
+        await self._claims.report_end(delivery.job, failed, report_seconds)
+        await delivery.retry(delay)
 
     async def abandon(self) -> None:
         """Return all jobs to the queue now: this process can no longer encode."""
@@ -160,13 +167,18 @@ class EncoderService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for task, delivery in deliveries.items():
-            if not task.cancelled():
-                continue
-            if delivery.job.feature.feature_id in self._pipeline.on_lost_device:
-                await delivery.retry(0.0)  # this medium may be the cause, so this counts as an attempt
-            else:
-                await self._give_back(delivery)
+        on_device = self._pipeline.on_lost_device  # one of these may be the cause
+        await asyncio.gather(
+            *(
+                self._give_back(
+                    delivery,
+                    failed=delivery.job.feature.feature_id in on_device,
+                    report_seconds=ABANDON_REPORT_SECONDS,
+                )
+                for task, delivery in deliveries.items()
+                if task.cancelled()
+            )
+        )
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._jobs.pop(task, None)
@@ -181,8 +193,7 @@ class EncoderService:
     async def _take_cached(self, job: EncodeJob) -> EncodeTaken:
         """Send a feature that this pod has or is making; a job in progress counts as taken. If this fails, the receiver queues the job."""
         feature_id, modality = job.feature.feature_id, job.feature.modality
-        queued_ids = (delivery.job.job_id for delivery in self._jobs.values())
-        if job.job_id in self._cached_jobs or job.job_id in queued_ids:
+        if job.job_id in self._cached_jobs or self._running(job) is not None:
             return EncodeTaken(job.job_id, taken=True, making=self._pipeline.is_making(feature_id))
         full = len(self._cached_jobs) >= MOST_CACHED_JOBS
         if full or self._abandoned or not self._pipeline.has(feature_id):
@@ -197,7 +208,7 @@ class EncoderService:
                         raise FeatureLostError(
                             f"feature {feature_id[:16]} was evicted before its turn to be sent"
                         )
-                    await self._while_wanted(job)
+                    await self._while_wanted(job, self._serve(job), is_claimed=False)
             except MmdError as error:
                 log.info("failed to deliver the cached feature for %s: %s", job.request_id, error.message)
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
@@ -213,15 +224,28 @@ class EncoderService:
         return EncodeTaken(job.job_id, taken=True, making=self._pipeline.is_making(feature_id))
 
     async def _handle(self, delivery: Delivery) -> None:
-        job, modality = delivery.job, delivery.job.feature.modality
-        if delivery.attempt > 1:
-            self._metrics.redeliveries.labels(modality).inc()
+        job, modality, claim = delivery.job, delivery.job.feature.modality, Claim(1)
         if time.time() > job.deadline:
             await delivery.terminate("deadline exceeded")
             return
         async with delivery.keep_alive():
             try:
-                await self._while_wanted(job)
+                claim = await self._claim(job, delivery.is_first)
+                if claim.attempt == 1:
+                    await self._while_wanted(job, self._serve(job), checks_now=not claim.is_recorded)
+                elif not self._takes_jobs.is_set():
+                    await self._give_back(delivery, SUSPECT_RETRY_SECONDS)
+                    return
+                else:
+                    async with self._alone(job):
+                        claim = await self._claim(job, is_first=False)
+                        self._metrics.redeliveries.labels(modality).inc()
+                        await self._while_wanted(job, self._serve(job))
+            except RunsElsewhereError:
+                return  # its encoder keeps it alive; if that encoder ends, the job is delivered again
+            except RunUnclearError:
+                await delivery.retry(UNKNOWN_RETRY_SECONDS)
+                return
             except ReceiverGoneError as error:
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
                 await delivery.terminate(error.message)
@@ -229,27 +253,79 @@ class EncoderService:
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
                 self._abandoned = True  # otherwise this pod would be the first to take it again
                 self._draining.set()
-                await delivery.retry(0.0)
+                await self._give_back(delivery, failed=True)
             except MmdError as error:
                 await self._failed(delivery, error)
             except Exception as error:  # the model can raise anything; another encoder may succeed
                 log.exception("encoding for request %s failed", job.request_id)
-                await self._crashed(delivery, error)
+                await self._crashed(delivery, claim.attempt, error)
             else:
                 await delivery.ack()
                 self._metrics.encode_jobs.labels(modality, "ok").inc()
 
-    async def _while_wanted(self, job: EncodeJob) -> None:
-        """Serve a job while its receiver waits for it, at most until its deadline.
+    async def _claim(self, job: EncodeJob, is_first: bool) -> Claim:
+        """Claim a job that has attempts left.
+
+        Raises:
+            UnprocessableMediumError: it has none.
+            MmdError, RunsElsewhereError, RunUnclearError: as in `JobClaims.claim`.
+        """
+        claim = await self._claims.claim(job, is_first)
+        if claim.attempt > self._max_attempts:
+            raise UnprocessableMediumError(
+                f"{claim.attempt - 1} encoders failed or crashed while encoding this {job.feature.modality}: it may exceed their memory or "
+                "break the model; send a smaller file or re-encode it"
+            )
+        return claim
+
+    @asynccontextmanager
+    async def _alone(self, job: EncodeJob) -> AsyncIterator[None]:
+        """Wait for the jobs in progress, and hold all slots: `job` has one.
+
+        The job has to be claimed afterwards: while it waits it is not recorded as running, since another job may end this process.
+
+        Raises:
+            ReceiverGoneError, DeadlineError: as in `_while_wanted`.
+        """
+        num_taken = 0
+
+        async def take_slots() -> None:
+            nonlocal num_taken
+            while num_taken < self._max_jobs - 1:
+                await self._slots.acquire()
+                num_taken += 1
+
+        self._takes_jobs.clear()
+        try:
+            await self._claims.report_end(job, failed=False)
+            await self._while_wanted(job, take_slots(), is_claimed=False)
+            yield
+        finally:
+            self._takes_jobs.set()
+            for _ in range(num_taken):
+                self._slots.release()
+
+    async def _while_wanted(
+        self,
+        job: EncodeJob,
+        work: Coroutine[None, None, None],
+        is_claimed: bool = True,
+        checks_now: bool = False,
+    ) -> None:
+        """Work on a job while its receiver waits for it, at most until its deadline.
+
+        `is_claimed`: False for a job past the queue, or one that waits for its turn. `checks_now`: check with the receiver at once,
+        instead of a second later.
 
         Raises:
             ReceiverGoneError: nobody waits for the feature any more.
+            RunsElsewhereError: the run has become another encoder's.
             DeadlineError: the deadline passed, whatever the job waited for.
         """
         limit = asyncio.timeout(max(0.0, job.deadline - time.time()))
         try:
             async with limit:
-                await self._serve_while_wanted(job)
+                await self._confirm_during(job, work, is_claimed, checks_now)
         except TimeoutError as error:
             if not limit.expired():  # a timeout of the model or of a processor
                 raise
@@ -258,37 +334,27 @@ class EncoderService:
                 "spec.encoder.jobTimeoutSeconds"
             ) from error
 
-    async def _serve_while_wanted(self, job: EncodeJob) -> None:
-        waited_long = time.time() - job.published > WAITED_SECONDS
-        if waited_long and not await self._is_wanted(job):
-            raise ReceiverGoneError("the feature is no longer needed")
-        serving = asyncio.create_task(self._serve(job), name=f"serve-{job.job_id}")
+    async def _confirm_during(
+        self, job: EncodeJob, work: Coroutine[None, None, None], is_claimed: bool, checks_now: bool
+    ) -> None:
+        working = asyncio.create_task(work, name=f"serve-{job.job_id}")
+        pause = 0.0 if checks_now else CHECK_SECONDS
         try:
-            while not (await asyncio.wait([serving], timeout=CHECK_SECONDS))[0]:
-                if not await self._is_wanted(job):
-                    raise ReceiverGoneError("the feature is no longer needed")
-            await serving
+            while not (await asyncio.wait([working], timeout=pause))[0]:
+                pause = CHECK_SECONDS
+                await self._claims.confirm(job, is_claimed)
+            await working
         finally:
-            serving.cancel()
-            await asyncio.wait([serving])
+            working.cancel()
+            await asyncio.wait([working])
 
-    async def _is_wanted(self, job: EncodeJob) -> bool:
-        """Whether the receiver still waits for the feature; True if it does not answer."""
-        check = EncodeCheck(job.feature.feature_id, job.job_id)
-        try:
-            subject = self._bus.subjects.encode_wanted(job.receiver)
-            answer = await self._bus.request(subject, check, EncodeWanted, timeout=CHECK_TIMEOUT_SECONDS)
-        except MmdError:
-            return True
-        return answer.wanted
-
-    async def _crashed(self, delivery: Delivery, error: Exception) -> None:
+    async def _crashed(self, delivery: Delivery, attempt: int, error: Exception) -> None:
         """Retry or give up a job after the model failed on its medium alone."""
-        if delivery.last:
-            await self._failed(delivery, unprocessable(delivery.job.feature, delivery.attempt, error))
+        if attempt >= self._max_attempts:
+            await self._failed(delivery, unprocessable(delivery.job.feature, attempt, error))
             return
         self._metrics.encode_jobs.labels(delivery.job.feature.modality, MmdError.code).inc()
-        await delivery.retry(CRASH_RETRY_SECONDS)
+        await self._give_back(delivery, CRASH_RETRY_SECONDS, failed=True)
 
     async def _serve(self, job: EncodeJob) -> None:
         """Encode and send a feature.
@@ -321,7 +387,7 @@ class EncoderService:
                 if time.time() + pause > job.deadline:
                     raise
                 if isinstance(error, PeerLostError):
-                    self._check_peers(job, needs_gateway=feature is None)
+                    self._claims.check_peers(job, needs_gateway=feature is None)
                 log.info(
                     "encode job of %s failed, retrying in %.1f s: %s", job.request_id, pause, error.message
                 )
@@ -356,13 +422,6 @@ class EncoderService:
             await self._bus.publish(self._bus.subjects.phases(job.gateway), report)
         except MmdError as error:
             log.debug("failed to report the timings of job %s: %s", job.job_id, error.message)
-
-    def _check_peers(self, job: EncodeJob, needs_gateway: bool) -> None:
-        """Raise an error if a peer that did not reply is lost; with recent heartbeats, it will recover."""
-        if self._incarnation_of(job.receiver) != job.receiver_incarnation:
-            raise ReceiverGoneError(f"{job.receiver}, which requested the feature, is lost")
-        if needs_gateway and self._incarnation_of(job.gateway) is None:
-            raise MediaGoneError(f"{job.gateway}, which held the medium, is lost")
 
     async def _failed(self, delivery: Delivery, error: MmdError) -> None:
         job = delivery.job

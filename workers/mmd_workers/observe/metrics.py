@@ -348,7 +348,10 @@ class Metrics(MetricTable):
     )
     encode_jobs = counter("mmd_encode_jobs_total", "Finished encode jobs, by result", "modality", "code")
     redeliveries = counter(
-        "mmd_encode_redeliveries_total", "Encode jobs redelivered", "modality", moved_by="trouble"
+        "mmd_encode_redeliveries_total",
+        "Encode jobs run again after a run that failed or ended its encoder",
+        "modality",
+        moved_by="trouble",
     )
     decode_failures = counter(
         "mmd_media_decode_failures_total",

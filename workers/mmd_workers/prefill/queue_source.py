@@ -26,6 +26,7 @@ from mmd_workers.model.prompt import Feature
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.embedding_receiver import EmbeddingReceiver
+from mmd_workers.wire.job_runs import JobRuns, unwanted
 from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.messages.encoder import EncodeJob, EncodeTaken
 from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef, TensorHeader
@@ -71,6 +72,7 @@ class QueueSource:
         self._job_timeout = job_timeout_seconds
         self._metrics = metrics
         self._wanted: dict[str, EncodeJob] = {}  # by feature id: the job whose outcome counts
+        self._runs: dict[str, JobRuns] = {}  # by job id
         self._tasks: set[asyncio.Task[None]] = set()
         # Resolves when the server is connected again.
         self._reconnection: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,6 +116,7 @@ class QueueSource:
         )
         arrival = self._store.arrival(ref.feature_id)
         self._wanted[ref.feature_id] = job
+        self._runs[job.job_id] = JobRuns()
         task = asyncio.create_task(self._see_to(job, arrival), name=f"feature-{ref.feature_id[:12]}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -138,6 +141,7 @@ class QueueSource:
             )
             self._give_up(job, EncodeError(MmdError(message), retryable=True))
         finally:
+            del self._runs[job.job_id]
             if self._wanted.get(feature_id) is job:
                 del self._wanted[feature_id]
 
@@ -257,7 +261,9 @@ class QueueSource:
 
     async def _checked(self, check: EncodeCheck) -> EncodeWanted:
         job = self._wanted.get(check.feature_id)
-        return EncodeWanted(check.job_id, wanted=job is not None and job.job_id == check.job_id)
+        if job is None or job.job_id != check.job_id:
+            return unwanted(check)
+        return self._runs[job.job_id].answer(check)
 
     async def _failed(self, failure: EncodeFailed) -> Acknowledged:
         job = self._wanted.get(failure.feature_id)

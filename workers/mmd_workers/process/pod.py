@@ -25,7 +25,7 @@ from mmd_workers.observe.startup import Startup
 from mmd_workers.observe.tracing import Tracing
 from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.wire.bus import Bus
-from mmd_workers.wire.jobs import EncodeQueue, QueueLimits
+from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.peers import PeerDirectory
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Pod:
 
     def encode_queue(self) -> EncodeQueue:
         """The queue of encode jobs of this deployment."""
-        return EncodeQueue(self.bus, QueueLimits(max_attempts=self.encoder_spec.max_deliveries))
+        return EncodeQueue(self.bus)
 
 
 @dataclass(frozen=True, slots=True)

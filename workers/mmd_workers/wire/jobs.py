@@ -4,8 +4,8 @@ The amount of waiting work is read from the stream itself. The last token of a j
 significant digits, and the server counts messages by subject; a job leaves the stream when it is acknowledged or
 terminated. So the sum is exact to 10%, needs no bookkeeping, and survives publishers, encoders and servers.
 
-The puller, not the server, bounds the deliveries: JetStream would only stop redelivering, with an advisory that may have no
-subscriber. Here the delivery after the last attempt is answered with `EncodeFailed` and terminated.
+JetStream delivers a job again after a while without a sign of its encoder, which may have died; or the server was away. A delivery is
+therefore no attempt. The receiver of the feature counts those, see `wire/job_runs.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import asyncio
 import json
 import logging
 import math
-import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +34,6 @@ from mmd_api.contract.errors import (
     OverloadedError,
     PeerLostError,
     TooLongError,
-    UnprocessableMediumError,
     WireError,
 )
 from mmd_api.contract.pools import MODALITIES, Modality
@@ -61,6 +58,7 @@ _RANGES_AT_ONCE = 4096
 _OTHER_FIELDS_BYTES = 4096  # maximum for a job without its feature: names, ids and times
 _REPORTS = 4  # attempts to report a failure before the job goes back to the queue
 _SOON_SECONDS = 0.01
+_TIME_IS_UP = "408"  # status of an answer without a message
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +67,7 @@ class QueueLimits:
     """Limits of the queue.
 
     `max_age_seconds` must exceed every job's deadline: the server drops older jobs, whose receivers have long given up. A job whose
-    encoder is silent for `ack_wait_seconds` goes to another encoder. `max_ack_pending` bounds the jobs of one modality that encoders
+    encoder is silent for `ack_wait_seconds` is delivered again. `max_ack_pending` bounds the jobs of one modality that encoders
     hold: at least encoders x jobs per encoder.
     """
 
@@ -77,7 +75,6 @@ class QueueLimits:
     max_bytes: int = 64 << 20
     max_age_seconds: float = 3600.0
     ack_wait_seconds: float = 5.0
-    max_attempts: int = 4
     max_ack_pending: int = 1024
     memory_storage: bool = False
 
@@ -98,13 +95,20 @@ class QueueDepth:
 class Delivery:
     """A job in progress. It returns to the queue unless it is acknowledged, terminated or kept alive within `ack_wait`."""
 
-    def __init__(self, bus: Bus, message: Msg, job: EncodeJob, limits: QueueLimits) -> None:
+    def __init__(
+        self, bus: Bus, message: Msg, job: EncodeJob, limits: QueueLimits, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.job = job
-        self.attempt: int = job.tried + message.metadata.num_delivered
-        self.last = self.attempt >= limits.max_attempts
+        self.is_first: bool = message.metadata.num_delivered == 1
+        self.is_leaving = False  # acknowledged, terminated or given back: no other delivery may join it
         self._bus = bus
-        self._reply = message.reply
+        self._replies: dict[int, str] = {message.metadata.sequence.stream: message.reply}  # by message
         self._ack_wait = limits.ack_wait_seconds
+        self._clock = clock
+
+    def join(self, again: Delivery) -> None:
+        """Take over another delivery of this job: the same message again, or a copy. Both are kept alive and leave the queue together."""
+        self._replies |= again._replies
 
     async def ack(self) -> None:
         """Take the job off the queue: its feature has arrived.
@@ -114,7 +118,7 @@ class Delivery:
         await self._settle(b"+ACK")
 
     async def retry(self, delay: float) -> None:
-        """Give the job back. It is delivered again after `delay` seconds, to any encoder, and counts as an attempt."""
+        """Give the job back. It is delivered again after `delay` seconds, to any encoder."""
         await self._settle(b"-NAK " + json.dumps({"delay": int(delay * 1e9)}).encode())
 
     async def terminate(self, reason: str) -> None:
@@ -128,9 +132,12 @@ class Delivery:
 
         async def extend() -> None:
             while True:
-                await asyncio.sleep(self._ack_wait / 3)
+                await self._clock.sleep(self._ack_wait / 3)
                 try:
-                    await self._bus.client.publish(self._reply, b"+WPI")
+                    for reply in list(self._replies.values()):
+                        if self.is_leaving:  # this would delay a job that was given back
+                            return
+                        await self._bus.client.publish(reply, b"+WPI")
                 except nats_errors.Error as error:
                     _log.warning(
                         "failed to extend the acknowledgement wait of job %s: %s",
@@ -145,20 +152,23 @@ class Delivery:
             task.cancel()
 
     async def _settle(self, verb: bytes) -> None:
-        try:
-            await self._bus.client.request(self._reply, verb, timeout=_API_SECONDS)
-        except (nats_errors.Error, TimeoutError) as error:
-            _log.warning(
-                "%s of job %s was not confirmed (%s); it may be redelivered",
-                *(verb[:5].decode(), self.job.job_id, type(error).__name__),
-            )
+        self.is_leaving = True
+        for reply in list(self._replies.values()):
+            try:
+                await self._bus.client.request(reply, verb, timeout=_API_SECONDS)
+            except (nats_errors.Error, TimeoutError) as error:
+                _log.warning(
+                    "%s of job %s was not confirmed (%s); it may be redelivered",
+                    *(verb[:5].decode(), self.job.job_id, type(error).__name__),
+                )
 
 
 class _Puller:
     """Sends pull requests for one modality. Its inbox is a core subscription, which the client restores after a reconnect."""
 
-    def __init__(self, bus: Bus, stream: str, modality: Modality) -> None:
+    def __init__(self, bus: Bus, stream: str, modality: Modality, clock: Clock = SYSTEM_CLOCK) -> None:
         self._bus = bus
+        self._clock = clock
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{_consumer(modality)}"
         self._inbox = bus.new_inbox()
         self._counter = 0
@@ -166,6 +176,7 @@ class _Puller:
 
     async def open(self) -> None:
         self._subscription = await self._bus.client.subscribe(f"{self._inbox}.*", pending_msgs_limit=4096)
+        self._bus.on_reconnect(self._end_request)
 
     async def close(self) -> None:
         if self._subscription is not None and not self._bus.client.is_closed:
@@ -176,7 +187,7 @@ class _Puller:
 
         Raises:
             js_errors.ServiceUnavailableError: the consumer does not exist.
-            nats_errors.TimeoutError: the server does not answer.
+            TimeoutError: the server does not answer.
         """
         assert self._subscription is not None, "call open() first"
         messages: list[Msg] = []
@@ -191,11 +202,11 @@ class _Puller:
         body: dict[str, Any] = {"batch": batch - len(messages)}
         body |= {"expires": int(linger_seconds * 1e9)} if linger_seconds else {"no_wait": True}
         await self._bus.client.publish(self._next, json.dumps(body).encode(), reply=reply)
-        end = time.monotonic() + linger_seconds + _API_SECONDS
+        end = self._clock.now() + linger_seconds + _API_SECONDS
         while len(messages) < batch:
             try:
-                message = await self._message(max(0.001, end - time.monotonic()))
-            except nats_errors.TimeoutError:
+                message = await self._message(max(0.001, end - self._clock.now()))
+            except TimeoutError:
                 if messages:
                     break
                 raise
@@ -205,8 +216,14 @@ class _Puller:
             elif message.subject == reply:
                 if status in ("503", "409"):  # no such consumer, or it was deleted
                     raise js_errors.ServiceUnavailableError(description=f"{self._next}: {status}")
-                break  # 404: no messages; 408: the time is up
+                break  # 404: no messages; or _TIME_IS_UP
         return messages
+
+    async def _end_request(self) -> None:
+        """Answer the latest request ourselves: the server may have gone with it, and its jobs would wait for our next one."""
+        if not self._bus.client.is_closed:
+            headers = {api.Header.STATUS.value: _TIME_IS_UP}
+            await self._bus.client.publish(f"{self._inbox}.{self._counter}", headers=headers)
 
     async def _message(self, seconds: float) -> Msg:
         """Wait for the next message, or be cancelled.
@@ -214,8 +231,8 @@ class _Puller:
         The client swallows a cancellation that coincides with a message, and an encoder would never end.
         """
         assert self._subscription is not None, "call open() first"
-        async with cancellable():
-            return await self._subscription.next_msg(timeout=seconds)
+        async with self._clock.timeout(seconds), cancellable():
+            return await self._subscription.next_msg(timeout=None)
 
 
 class EncodeQueue:
@@ -232,7 +249,6 @@ class EncodeQueue:
         self._wake = asyncio.Event()
         self._wakers: list[NatsSubscription] = []
         self._turn = 0
-        self._reports: set[asyncio.Task[None]] = set()
 
     async def ensure(self) -> None:
         """Create the stream and its consumers, or update them to these limits.
@@ -282,7 +298,7 @@ class EncodeQueue:
             ) from error
 
     async def publish(self, job: EncodeJob) -> None:
-        """Queue a job; the same `job_id` within two minutes is queued once.
+        """Queue a job. The same `job_id` within two minutes is queued once, across restarts of the server as long as it is stored.
 
         Raises:
             OverloadedError: the queue is full.
@@ -290,11 +306,11 @@ class EncodeQueue:
                 been queued; publishing again is safe.
             PeerLostError: no server, or one without JetStream.
         """
-        await self._published(job, message_id=job.job_id)
+        await self._publish(job, message_id=job.job_id)
 
-    async def _published(self, job: EncodeJob, message_id: str) -> None:
+    async def _publish(self, job: EncodeJob, message_id: str) -> None:
         try:
-            answer = await self._publish(job, message_id)
+            answer = await self._send(job, message_id)
         except (nats_errors.NoRespondersError, nats_errors.TimeoutError, TimeoutError) as error:
             # Without a stream there is no reply if pullers listen for the core copies of jobs, otherwise "no responders".
             raise DeadlineError(
@@ -314,15 +330,6 @@ class EncodeQueue:
                 f"the encode queue is full ({fault['description']}); retry later, or add encoders (spec.encoder)"
             )
         raise PeerLostError(f"the encode queue refused job {job.job_id}: {fault.get('description')}")
-
-    async def give_back(self, delivery: Delivery) -> None:
-        """Let any encoder take the job, as if it had not been delivered here. Unlike `Delivery.retry`, this is no attempt.
-
-        Raises the errors of `publish`; then the job is redelivered anyway, as an attempt.
-        """
-        job = replace(delivery.job, tried=delivery.attempt - 1)
-        await self._published(job, message_id=f"{job.job_id}/{uuid.uuid4().hex}")
-        await delivery.ack()
 
     async def pull(self, modalities: Sequence[Modality], batch: int, wait: float) -> list[Delivery]:
         """Pull up to `batch` jobs, fairly by modality, waiting up to `wait` seconds for the first. Empty if none arrives in time.
@@ -399,7 +406,7 @@ class EncodeQueue:
         self._wakers.clear()
         self._pullers.clear()
 
-    async def _publish(self, job: EncodeJob, message_id: str) -> Msg:
+    async def _send(self, job: EncodeJob, message_id: str) -> Msg:
         subject = self._bus.subjects.encode_work(job.feature.modality, round_work(job.feature.work))
         headers = {api.Header.MSG_ID.value: message_id}
         try:
@@ -415,7 +422,7 @@ class EncodeQueue:
         for modality in modalities:
             if modality in self._pullers:
                 continue
-            puller = _Puller(self._bus, self._stream, modality)
+            puller = _Puller(self._bus, self._stream, modality, self._clock)
             await puller.open()
             # Core NATS delivers a copy of each job, the signal to pull: an idle queue is polled slowly.
             subject = self._bus.subjects.encode_work(modality, "*")
@@ -447,26 +454,7 @@ class EncodeQueue:
             self._log.warning("job", f"invalid encode job on {message.subject} terminated: {error.message}")
             await self._bus.client.publish(message.reply, b"+TERM not an EncodeJob")
             return None
-        delivery = Delivery(self._bus, message, job, self._limits)
-        if delivery.attempt <= self._limits.max_attempts:
-            return delivery
-        attempts = delivery.attempt - 1
-        failed = EncodeFailed(
-            feature_id=job.feature.feature_id,
-            job_id=job.job_id,
-            code=UnprocessableMediumError.code,
-            message=f"{attempts} consecutive encoders crashed while encoding this {job.feature.modality}: it may exceed their "
-            "memory or break the model; send a smaller file or re-encode it",
-            retryable=False,
-        )
-        report = asyncio.create_task(
-            report_failure(
-                self._bus, delivery, failed, f"not finished after {attempts} attempts", self._clock
-            )
-        )
-        self._reports.add(report)  # an unresponsive receiver must not hold up other jobs
-        report.add_done_callback(self._reports.discard)
-        return None
+        return Delivery(self._bus, message, job, self._limits, self._clock)
 
 
 async def report_failure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from mmd_workers.wire.bus import Bus, Subscription
 from mmd_workers.wire.messages.every_pod import Heartbeat
 
 MAX_PODS = 4096
+CLOSE_SECONDS = 1.0  # for a heartbeat on its way
 _RETIRED_INCARNATIONS = 8
 _log = logging.getLogger(__name__)
 
@@ -262,7 +264,9 @@ class Heartbeater:
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
-            await asyncio.wait([task], timeout=1.0)
+            with contextlib.suppress(TimeoutError):
+                async with self._clock.timeout(CLOSE_SECONDS):
+                    await asyncio.wait([task])
         if announce and self._bus.is_connected:
             last = replace(self._make(), state="drained")
             try:

@@ -20,6 +20,7 @@ from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.media_hold import MediaHold
 from mmd_workers.gateway.intake.intake import Intake
 from mmd_workers.wire.bus import Bus, Subscription
+from mmd_workers.wire.job_runs import JobRuns, unwanted
 from mmd_workers.wire.jobs import EncodeQueue
 from mmd_workers.wire.messages.encoder import EncodeJob
 from mmd_workers.wire.messages.message_parts import Acknowledged, FeatureRef
@@ -58,7 +59,7 @@ class EncodeOnUpload:
         self._queue = EncodeQueue(bus)
         self._waiting: deque[tuple[StoredFile, float]] = deque(maxlen=MAX_WAITING)
         self._arrived = asyncio.Event()
-        self._jobs: dict[str, tuple[str, asyncio.Future[None]]] = {}  # job id and end, by feature id
+        self._jobs: dict[str, tuple[str, asyncio.Future[None], JobRuns]] = {}  # by feature id
         self._subscriptions: list[Subscription] = []
         self._log = RateLimitedLog(_log)
 
@@ -126,7 +127,7 @@ class EncodeOnUpload:
             request_id=file_id,
         )
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._jobs[feature.feature_id] = job.job_id, done
+        self._jobs[feature.feature_id] = job.job_id, done, JobRuns()
         try:
             async with asyncio.timeout(JOB_SECONDS):
                 await self._queue.publish(job)
@@ -144,8 +145,8 @@ class EncodeOnUpload:
         return EmbeddingGrant(offer.transfer_id, "have")
 
     async def _checked(self, check: EncodeCheck) -> EncodeWanted:
-        job_id, _ = self._jobs.get(check.feature_id, ("", None))
-        return EncodeWanted(check.job_id, wanted=job_id == check.job_id)
+        job = self._jobs.get(check.feature_id)
+        return unwanted(check) if job is None or job[0] != check.job_id else job[2].answer(check)
 
     async def _failed(self, failure: EncodeFailed) -> Acknowledged:
         job = self._jobs.get(failure.feature_id)

@@ -67,6 +67,7 @@ SUSPECT_SECONDS = 600.0
 LEAST_TTFT_SECONDS = 0.001  # lower bound of the divisor in an estimate's relative error
 BYTES_PER_TOKEN = 5  # maximum bytes of a token id in a message
 COMMIT_BYTES = 4096  # bytes of a handover's message besides the placement and the outputs
+CANCEL_SECONDS = 0.1  # until a cancellation that had no effect is repeated
 SILENCE_SECONDS = 60.0  # tokens that a pod reports and that do not arrive for this long are lost
 
 _log = logging.getLogger(__name__)
@@ -245,7 +246,9 @@ class Dispatcher:
             return
         while sequence.task is not None and not sequence.task.done():
             sequence.task.cancel()  # repeated, because the NATS client may swallow it while a reply arrives
-            await asyncio.wait([sequence.task], timeout=0.1)
+            with contextlib.suppress(TimeoutError):
+                async with self._clock.timeout(CANCEL_SECONDS):
+                    await asyncio.wait([sequence.task])
         sequence.attempt.ended = sequence.attempt.ended or self._clock.unix()
         sequence.leave_pods()
         self._metrics.duplicates.inc(sequence.state.duplicates)

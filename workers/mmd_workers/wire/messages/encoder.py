@@ -13,8 +13,7 @@ class EncodeJob:
     """One medium to encode, published by the worker that needs the feature (it owns retries and the deadline).
 
     `receiver`, `receiver_incarnation`: the pod whose `embedding` subject takes the OFFER. `gateway` holds the bytes. `attempt`: the
-    attempt of the request. `tried` counts the deliveries of earlier messages of this job: an encoder that gives it back without
-    starting it publishes it again.
+    attempt of the request.
     """
 
     job_id: str
@@ -27,7 +26,6 @@ class EncodeJob:
     request_id: str
     trace: dict[str, str] = field(default_factory=dict)
     attempt: int = 0
-    tried: int = 0
 
 
 @dataclass(frozen=True, slots=True)

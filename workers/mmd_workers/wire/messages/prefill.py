@@ -51,19 +51,41 @@ class EmbeddingChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeRun:
+    """The run of a job by an encoder. `incarnation`: the encoder's."""
+
+    encoder: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class EncodeCheck:
-    """Request from encoder to receiver, before a job that has waited and every second during one: is it still wanted?"""
+    """Request from encoder to receiver, before a run of a job and every second during it: is the feature still wanted?
+
+    `run`: the run that is to begin, or with `in_progress` goes on. `ended`: a run that ended without the feature. `failed`: it counts as
+    an attempt, because it failed on the medium or its encoder died.
+    """
 
     feature_id: str
     job_id: str
+    run: EncodeRun | None = None
+    in_progress: bool = False
+    ended: EncodeRun | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeWanted:
-    """Reply to an `EncodeCheck`. Not `wanted`: nothing waits for the feature any longer; drop the job."""
+    """Reply to an `EncodeCheck`. Not `wanted`: nothing waits for the feature any longer; drop the job.
+
+    `other`: a run that has not ended; until the encoder reports it as ended, its own run has not begun. `attempt`: 1, and one for
+    each failed run.
+    """
 
     job_id: str
     wanted: bool
+    attempt: int = 1
+    other: EncodeRun | None = None
 
 
 @dataclass(frozen=True, slots=True)
