@@ -17,6 +17,7 @@ from pathlib import Path
 import typer
 
 from mmd_operator.kube.pauses import Pauses
+from support.harness.waiting import DEADLINE_SECONDS
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -149,10 +150,10 @@ class OperatorProcess:
             return -1 if self._process is None or self._process.exitcode is None else self._process.exitcode
         self.thaw()
         self._process.terminate()
-        code = self.wait(20)
+        code = self.wait(DEADLINE_SECONDS)
         if code is None:
             self.kill()
-            raise TimeoutError("the operator did not end within 20 s of SIGTERM")
+            raise TimeoutError(f"the operator did not end within {DEADLINE_SECONDS:g} s of SIGTERM")
         return code
 
     def log_text(self) -> str:

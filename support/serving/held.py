@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_cli.local.pods import LocalPod
 from support.harness.promises import promise
-from support.harness.waiting import wait_until
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
 from support.serving.local_deployment import Deployment
 
 WORKERS = ("encoder", "prefill", "decode")
@@ -41,7 +41,7 @@ def load_of(deployment: Deployment, pod: LocalPod) -> dict[str, Any]:
 def scrape(url: str) -> dict[str, dict[str, float]]:
     """Metric name → sums by each value of each label; "" has the sum of all."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text):
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=DEADLINE_SECONDS).text):
         for sample in family.samples:
             for value in ("", *sample.labels.values()):
                 sums[sample.name][value] += sample.value

@@ -35,7 +35,7 @@ from mmd_cli.local.pods import NO_SECRETS, LocalPod, LocalSecrets
 from mmd_cli.samples import Sample
 from mmd_operator.resources.nats import PASSWORD_PREFIX
 from mmd_workers.wire.server import START_SECONDS
-from support.harness.waiting import wait_until
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 480.0
@@ -154,7 +154,9 @@ class Deployment:
     def timeline(self, request_id: str) -> dict[str, Any]:
         """Timeline of a recent request, from the gateway that had it."""
         urls = [f"{pod.admin_url}/debug/requests/{request_id}" for pod in self.pods("gateway")]
-        (response,) = [answer for url in urls if (answer := httpx.get(url, timeout=10)).status_code == 200]
+        (response,) = [
+            answer for url in urls if (answer := httpx.get(url, timeout=DEADLINE_SECONDS)).status_code == 200
+        ]
         timeline: dict[str, Any] = response.json()
         return timeline
 
@@ -277,7 +279,7 @@ class Deployment:
 
     def state(self, pod: LocalPod) -> dict[str, Any]:
         """The state that the pod reports."""
-        answer: dict[str, Any] = httpx.get(f"{pod.http_url}/state", timeout=5).json()
+        answer: dict[str, Any] = httpx.get(f"{pod.http_url}/state", timeout=DEADLINE_SECONDS).json()
         return answer
 
     def is_ready(self, pod: LocalPod) -> bool:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmd_cli.local.pods import LocalPod
 from mmd_cli.samples import draw
+from support.harness.waiting import DEADLINE_SECONDS
 from support.servers.otlp_collector import Collector
 from support.serving.local_deployment import Deployment, content
 
@@ -79,7 +80,7 @@ def scrape(pods: list[LocalPod]) -> dict[Series, float]:
     """The sum over pods of every series."""
     sums: dict[Series, float] = {}
     for pod in pods:
-        text = httpx.get(f"{pod.admin_url}/metrics", timeout=10).text
+        text = httpx.get(f"{pod.admin_url}/metrics", timeout=DEADLINE_SECONDS).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 series = (sample.name, tuple(sorted(sample.labels.items())))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +14,7 @@ import pytest
 
 from mmd_cli.local import supervisor
 from mmd_cli.samples import Sample, as_another_file, draw
+from support.harness.processes import frozen
 from support.serving.local_deployment import Deployment, content
 
 AT_ONCE = 400
@@ -34,19 +33,12 @@ def about_videos(count: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def frozen(pid: int | None) -> Iterator[None]:
-    """Freeze a process, as if it hung: it is there and does nothing.
-
-    Its liveness probe lets it hang for as long as the test takes.
-    """
-    assert pid is not None
+def hung(pid: int | None) -> Iterator[None]:
+    """Freeze a worker, whose liveness probe lets it hang for as long as the test takes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(supervisor, "LIVENESS_FAILURES", math.inf)
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with frozen(pid):
             yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

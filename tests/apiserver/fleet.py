@@ -216,14 +216,14 @@ class Fleet:
         for pod in list(self.pods):
             self.remove(pod)
 
-    def until(self, check: Any, seconds: float = 40) -> None:
+    def until(self, check: Any) -> None:
         """Go on until a check holds."""
 
         def step_and_check() -> None:
             self.step()
             check()
 
-        eventually(step_and_check, seconds)
+        eventually(step_and_check)
 
     def pods_of(self, pool: str) -> list[FakePod]:
         """Pods of a pool by ordinal."""

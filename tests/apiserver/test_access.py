@@ -73,7 +73,7 @@ def test_users_have_the_rights_of_their_role_on_deployments_and_no_others(
                     assert found is (verb in verbs), (user, resource, verb)
                     assert not may(api, user, "default", GROUP, resource, verb)
 
-    eventually(as_written, 30)
+    eventually(as_written)
     body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "theirs"}, "spec": SPEC}
     where = (GROUP, VERSION, namespace.name, PLURAL)
     viewer, editor, admin = (as_user(control_plane, user) for user in MAY)
@@ -109,6 +109,6 @@ def test_an_operator_installed_for_a_namespace_has_rights_only_there(
     def as_written() -> None:
         assert [right for right in rights if not may(api, account, namespace.name, *right)] == []
 
-    eventually(as_written, 10)
+    eventually(as_written)
     assert [right for right in rights if may(api, account, "default", *right)] == []
     assert not may(api, account, namespace.name, "", "secrets", "get")

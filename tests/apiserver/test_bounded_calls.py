@@ -228,7 +228,7 @@ def test_a_competing_writer_is_named_and_answered_ever_more_rarely(
         assert status == "True"
         assert 'field manager "rival" keeps changing Service demo-gateway' in message
 
-    eventually(contested, 90)
+    eventually(contested)
     patches = unruly.calls["PATCH", path] - before
     assert patches <= 4 + math.log2(1 + (time.monotonic() - begun) / 5), (patches, stolen)
     namespace.reported("FieldsContested", "rival")
@@ -238,7 +238,7 @@ def test_a_competing_writer_is_named_and_answered_ever_more_rarely(
         selector = namespace.core.read_namespaced_service("demo-gateway", namespace.name).spec.selector
         assert selector["app.kubernetes.io/component"] == "gateway"
 
-    eventually(restored, 120)
+    eventually(restored)
 
 
 def steal(namespace: Namespace) -> None:
@@ -268,7 +268,7 @@ def test_a_competing_status_writer_is_named_and_answered_ever_more_rarely(
             )
         is_contested(namespace, "status", 'field manager "rival"')
 
-    eventually(contested, 90)
+    eventually(contested)
     others = 3  # that the Service had no endpoint yet, that it is contested, and one more
     patches = unruly.calls["PATCH", path] - before
     assert patches <= 4 + others + math.log2(1 + (time.monotonic() - begun) / 5)
@@ -278,7 +278,7 @@ def test_a_competing_status_writer_is_named_and_answered_ever_more_rarely(
     def restored() -> None:
         assert namespace.get()["status"]["endpoint"] == endpoint
 
-    eventually(restored, 120)
+    eventually(restored)
 
 
 def test_a_deployment_whose_finalizer_is_removed_repeatedly_is_still_served(
@@ -302,7 +302,7 @@ def test_a_deployment_whose_finalizer_is_removed_repeatedly_is_still_served(
             )
         is_contested(namespace, "finalizer", "another client")
 
-    eventually(contested, 90)
+    eventually(contested)
     assert unruly.calls["PATCH", path] - before <= 4 + math.log2(1 + (time.monotonic() - begun) / 5)
     namespace.reported("FieldsContested", "another client")
     namespace.change({"decode": {"replicas": 3}})
@@ -316,7 +316,7 @@ def test_a_deployment_whose_finalizer_is_removed_repeatedly_is_still_served(
     def restored() -> None:
         assert namespace.get()["metadata"]["finalizers"] == [FINALIZER]
 
-    eventually(restored, 120)
+    eventually(restored)
 
 
 def is_contested(namespace: Namespace, part: str, rival: str) -> None:
@@ -339,7 +339,7 @@ def test_a_lagging_watch_is_not_taken_for_a_competing_writer(
     def looked_at() -> None:
         assert unruly.calls["PATCH", path] + unruly.calls["GET", path] - written - read >= 5
 
-    namespace.settled(looked_at, 90)
+    namespace.settled(looked_at)
     assert unruly.calls["PATCH", path] - written == 1
     unruly.hold_watches(None)
     namespace.settled(namespace.is_ready)

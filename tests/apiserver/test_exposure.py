@@ -15,6 +15,7 @@ from support.cluster.exposure import EXPOSED, ROUTE, report, route
 from support.cluster.operator_process import OperatorProcess
 from support.cluster.shared_server import AnyOperator
 from support.cluster.standin import Namespace, eventually, exhaust, forget_the_dead, is_gone
+from support.harness.waiting import DEADLINE_SECONDS
 
 from .fleet import Fleet, assert_condition
 
@@ -157,7 +158,9 @@ def test_a_missing_gateway_api_is_reported_and_rollouts_go_on(
     told()
 
     with installed(api, HTTP_ROUTES):
-        assert operator.wait(40) == 0, "the operator ends, so that its successor watches the new kind"
+        assert operator.wait(DEADLINE_SECONDS) == 0, (
+            "the operator ends, so that its successor watches the new kind"
+        )
         forget_the_dead(namespace)
         operator.start()
         namespace.settled(lambda: accepted(namespace, "Unknown", "Pending"))

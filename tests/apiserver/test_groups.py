@@ -16,6 +16,7 @@ from support.cluster.definitions import GROUP_SETS, installed
 from support.cluster.groups import GROUPS, IMAGE, ONE_POD, WHERE, GroupController
 from support.cluster.operator_process import OperatorProcess, another_release
 from support.cluster.standin import Namespace, eventually, forget_the_dead, is_gone
+from support.harness.waiting import DEADLINE_SECONDS
 
 from .fleet import QUICK, FakePod, next_address
 
@@ -135,7 +136,9 @@ def test_a_missing_definition_is_reported_and_the_rest_goes_on(
     assert namespace.stateful_set("decode").metadata.uid == before.metadata.uid
 
     with installed(api, GROUP_SETS):
-        assert operator.wait(40) == 0, "the operator ends, so that its successor watches the new kind"
+        assert operator.wait(DEADLINE_SECONDS) == 0, (
+            "the operator ends, so that its successor watches the new kind"
+        )
         operator.start()
         groups = GroupController(namespace)
         until(groups, namespace.is_ready)

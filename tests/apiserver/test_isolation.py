@@ -157,18 +157,18 @@ def test_of_fifty_deployments_four_fail_and_the_others_are_served(
         healthy.apply(SMALL, name)
     for place in PLACES[1:]:
         places[place].apply(SMALL)
-    scale.settled(scale.is_ready, 200)
+    scale.settled(scale.is_ready)
     scale.change({"decode": {"replicas": 2}})
-    eventually(lambda: degraded(places["webhook"], "AdmissionRefused", DENIED), 100)
-    eventually(lambda: degraded(places["quota"], "QuotaExceeded", "exceeded quota"), 100)
-    eventually(lambda: degraded(scale, "PermissionMissing", "statefulsets/scale"), 100)
-    eventually(lambda: retried(port, places["status"]), 100)
+    eventually(lambda: degraded(places["webhook"], "AdmissionRefused", DENIED))
+    eventually(lambda: degraded(places["quota"], "QuotaExceeded", "exceeded quota"))
+    eventually(lambda: degraded(scale, "PermissionMissing", "statefulsets/scale"))
+    eventually(lambda: retried(port, places["status"]))
 
     def all_ready() -> None:
         for name in HEALTHY:
             healthy.is_ready(name)
 
-    healthy.settled(all_ready, 200)
+    healthy.settled(all_ready)
     for name in HEALTHY:
         healthy.change({"decode": {"replicas": 2}}, name)
 
@@ -178,8 +178,8 @@ def test_of_fifty_deployments_four_fail_and_the_others_are_served(
         ).items
         assert [item.spec.replicas for item in sets] == [2] * len(HEALTHY)
 
-    eventually(all_sized, 200)
-    healthy.settled(all_ready, 200)
+    eventually(all_sized)
+    healthy.settled(all_ready)
     assert probe(port) == (200, "ok\n")
     assert operator.wait(0) is None
 

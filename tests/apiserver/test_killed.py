@@ -91,7 +91,7 @@ def live(operator: OperatorProcess) -> None:
     """Start it, and wait until it acts."""
     operator.start()
     try:
-        eventually(lambda: acts(operator), 90)
+        eventually(lambda: acts(operator))
     except AssertionError:
         pytest.fail(operator.stacks())
 

@@ -18,7 +18,7 @@ from support.cluster.standin import Namespace
 from support.servers.prometheus_server import Prometheus, hurried
 from support.serving.local_deployment import Deployment
 from support.serving.observed_fixture import observed_deployment
-from support.serving.under_load import about_videos, clients, frozen
+from support.serving.under_load import about_videos, clients, hung
 
 from .discovery import Discovery, configuration
 from .fleet import QUICK, Fleet, assert_condition
@@ -91,14 +91,14 @@ def test_a_backlog_that_grows_where_no_gpu_is_left_is_an_alert(watched: Watched)
             assert "videoMilli" in fleet.namespace.get()["status"]["pools"]["encoder"]["throughput"]
 
         fleet.until(speed_is_known)
-        with frozen(workers.pid(encoder)):
+        with hung(workers.pid(encoder)):
 
             def fires() -> None:
                 asked.extend(submit(about_videos(VIDEOS_AT_ONCE)) for _ in range(8))
                 fired = prometheus.firing("MmdBacklogGrowsLimited", begun)
                 assert any(expected.items() <= alert.items() for alert in fired), fired
 
-            fleet.until(fires, seconds=90)
+            fleet.until(fires)
             assert_condition(fleet, "ScalingLimited", "True", "Unschedulable", "encoder")
         assert all(job.result(timeout=150) for job in asked)
     assert prometheus.firing("MmdRequestsLost", begun) == []

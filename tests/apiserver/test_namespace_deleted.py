@@ -67,7 +67,7 @@ def test_deleting_a_namespace_ends_while_a_deployment_serves_in_it(
         left = namespace.core.list_namespace(field_selector=f"metadata.name={namespace.name}").items
         assert not left, left[0].status.conditions
 
-    eventually(gone, 60)
+    eventually(gone)
 
 
 def test_a_draining_gateway_does_not_hold_up_namespace_deletion(
@@ -89,4 +89,4 @@ def test_a_draining_gateway_does_not_hold_up_namespace_deletion(
         left = namespace.core.list_namespace(field_selector=f"metadata.name={namespace.name}").items
         assert not left, left[0].status.conditions
 
-    eventually(gone, 120)
+    eventually(gone)

@@ -14,9 +14,9 @@ from support.cluster.deployments import SPEC
 from support.cluster.operator_process import OperatorProcess
 from support.cluster.standin import Namespace, eventually
 from support.cluster.unruly_server import UnrulyServer
+from support.harness.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.xdist_group("cluster-wide")
-LEASE_END_SECONDS = 40
 
 
 @pytest.fixture
@@ -62,14 +62,14 @@ def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
 
     first.freeze()
     namespace.change({"decode": {"replicas": 3}})
-    namespace.settled(namespace.is_ready, LEASE_END_SECONDS)
+    namespace.settled(namespace.is_ready)
     assert namespace.stateful_set("decode").spec.replicas == 3
     assert writes(door_of_second)
 
     namespace.change({"decode": {"replicas": 1}})
     before = writes(door_of_first)
     first.thaw()
-    assert first.wait(20) == 1, first.log_text()[-2000:]
+    assert first.wait(DEADLINE_SECONDS) == 1, first.log_text()[-2000:]
     assert "lost" in first.log_text()
     assert writes(door_of_first) - before == Counter()
     namespace.settled(namespace.is_ready)

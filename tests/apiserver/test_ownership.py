@@ -220,4 +220,4 @@ def test_a_quota_that_is_too_small_is_reported_in_a_condition(namespace: Namespa
 
     eventually(told)
     namespace.core.delete_namespaced_resource_quota("small", namespace.name)
-    namespace.settled(namespace.is_ready, 90)
+    namespace.settled(namespace.is_ready)

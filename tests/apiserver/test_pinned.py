@@ -146,7 +146,7 @@ def test_the_next_revision_has_its_own_image(pulling: Fleet) -> None:
         images_are(pulling, MOVED)
         gateway_is(pulling, MOVED)
 
-    pulling.until(followed, 90)
+    pulling.until(followed)
 
 
 def everyone(fleet: Fleet) -> dict[str, str]:
@@ -198,7 +198,7 @@ def test_the_only_pod_is_replaced_after_its_successor_is_ready(fleet: Fleet) -> 
         assert uids(fleet)[name] != old
 
     (old,) = uids(fleet).values()
-    fleet.until(watched, 90)
+    fleet.until(watched)
     assert fleet.largest_size["encoder"] == 2
     assert fewest == 1
     assert surges
@@ -215,7 +215,7 @@ def test_the_operators_own_surges_are_not_a_contest(fleet: Fleet) -> None:
     for items in range(3, 3 + FREE_REPAIRS + 2):
         fleet.largest_size["encoder"] = 1
         fleet.namespace.change({"encoder": {"batching": {"maxItems": items}}})
-        fleet.until(lambda: replaced(fleet), 90)
+        fleet.until(lambda: replaced(fleet))
         assert fleet.largest_size["encoder"] == 2
     assert fleet.namespace.condition("Degraded")[0] == "False"
     assert not fleet.namespace.events("FieldsContested")

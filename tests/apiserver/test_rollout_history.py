@@ -18,7 +18,8 @@ from mmd_operator.kube.pauses import Pauses
 from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
 from support.cluster.operator_process import OperatorProcess
 from support.cluster.shared_server import AnyOperator
-from support.cluster.standin import WAIT_SECONDS, Namespace, eventually, forget_the_dead
+from support.cluster.standin import Namespace, eventually, forget_the_dead
+from support.harness.waiting import UNTIMED_SECONDS, wait_until
 
 FIRST, SECOND = SPEC, {**SPEC, **ANOTHER_MODEL}
 OLD, NEW = (pipeline_revision(deployment(spec).spec) for spec in (FIRST, SECOND))
@@ -89,18 +90,20 @@ def test_specs_are_recorded_undone_and_paused_by_the_command_line(
     }
     followed: list[str] = []
     with ThreadPoolExecutor(1) as threads:
-        follows = threads.submit(asyncio.run, _status("demo", namespace.name, WAIT_SECONDS, followed.append))
+        wait = _status("demo", namespace.name, UNTIMED_SECONDS, followed.append)
+        follows = threads.submit(asyncio.run, wait)
+        wait_until(lambda: followed or follows.done(), "it follows")
         namespace.settled(namespace.is_ready)
-        follows.result(timeout=WAIT_SECONDS)
+        follows.result(timeout=UNTIMED_SECONDS)
     assert len(followed) > 1
     assert followed[-1] == f"Complete: revision {OLD} is complete"
     eventually(lambda: has_recorded(namespace, DIGESTS[1], DIGESTS[0], first=2))
 
     assert mmd("pause").exit_code == 0
     eventually(lambda: progressing(namespace, "RolloutPaused"))
-    late = mmd("status", "--timeout", "1")
+    late = mmd("status", "--timeout", "5")
     assert late.exit_code == 1
-    assert "is not complete after 1 s (RolloutPaused: " in late.stderr
+    assert "is not complete after 5 s (RolloutPaused: " in late.stderr
     assert mmd("undo").exit_code == 1
     namespace.change({**ANOTHER_MODEL, "decode": {"replicas": 2}, "rollout": {"revisionHistoryLimit": 0}})
     namespace.settled(lambda: sized(namespace, 2))

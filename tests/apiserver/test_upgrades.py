@@ -27,7 +27,7 @@ def next_release(control_plane: ControlPlane, namespace: Namespace, tmp_path: Pa
     try:
         first.start()
         namespace.apply(SPEC)
-        namespace.settled(namespace.is_ready, 120)
+        namespace.settled(namespace.is_ready)
         pool_pods(namespace, "decode")
         assert first.stop() == 0
         yield second

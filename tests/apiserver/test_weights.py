@@ -62,9 +62,13 @@ def run_pod(
 def test_pods_start_when_the_job_has_filled_the_claim(namespace: Namespace):
     namespace.apply(CACHED)
     namespace.settled(lambda: waits(namespace, "Pending", "claim demo-weights"))
-    job = namespace.job()
-    assert made(namespace, "PersistentVolumeClaim") == {"demo-weights"}
-    assert made(namespace, "StatefulSet") == {"demo-nats"}
+    job = eventually(namespace.job)
+
+    def are_made() -> None:
+        assert made(namespace, "PersistentVolumeClaim") == {"demo-weights"}
+        assert made(namespace, "StatefulSet") == {"demo-nats"}
+
+    eventually(are_made)
     assert not made(namespace, "Deployment")
     assert f"Job {job.metadata.name}" in namespace.condition("Ready")[2]
 
@@ -107,7 +111,13 @@ def test_pods_start_when_the_job_has_filled_the_claim(namespace: Namespace):
     namespace.settled(lambda: waits(namespace, "Pending", "claim shared"))
     assert made(namespace, "StatefulSet") == before
     assert namespace.condition("Ready")[0] == "True"
-    (name,) = made(namespace, "Job") - {again.metadata.name}
+
+    def fills_the_other() -> str:
+        names = made(namespace, "Job") - {again.metadata.name}
+        assert len(names) == 1
+        return names.pop()
+
+    name = eventually(fills_the_other)
     namespace.complete_job(name)
     namespace.settled(lambda: replaced(namespace, name))
 

@@ -6,9 +6,13 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from playwright.async_api import Page, async_playwright
+from playwright.async_api import Page, async_playwright, expect
 
 from support.harness.needed import lacking
+from support.harness.waiting import DEADLINE_SECONDS
+
+PATIENCE_MILLISECONDS = 1000 * DEADLINE_SECONDS
+expect.set_options(timeout=PATIENCE_MILLISECONDS)  # its own 5 s are too few where other suites have the cores
 
 
 def chromium() -> str:
@@ -23,7 +27,7 @@ async def visit(url: str) -> AsyncIterator[tuple[Page, list[str]]]:
         browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
             page = await browser.new_page()
-            page.set_default_timeout(30_000)
+            page.set_default_timeout(PATIENCE_MILLISECONDS)
             faults: list[str] = []
             page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
             page.on("pageerror", lambda error: faults.append(str(error)))

@@ -20,10 +20,10 @@ from mmd_workers.model.frontend import HfFrontend, load_frontend
 from mmd_workers.process.settings import WorkerSettings
 from mmd_workers.process.warmup import media_steps
 from mmd_workers.wire.server import NatsServer
-from support.harness.waiting import until
+from support.harness.waiting import DEADLINE_SECONDS, until
 from support.oracles import random_model
 
-from .running import Launch, Running, pipeline_config
+from .running import PATIENT_MILLISECONDS, Launch, Running, pipeline_config
 
 _names = itertools.count()
 START_POOL = DecodePool.start
@@ -55,7 +55,7 @@ async def launch(
         trusted: ssl.SSLContext | None = None,
         pod: str = "gateway-0",
         beside: Running | None = None,
-        heartbeat_timeout_milliseconds: int = 600,
+        heartbeat_timeout_milliseconds: int = PATIENT_MILLISECONDS,
         prefill: dict | None = None,
         with_decoders: bool = False,
         **gateway,
@@ -85,7 +85,7 @@ async def launch(
         task = asyncio.create_task(gateway_process.serve(settings, stop))
         # Without TLS nobody is trusted: to read the authorities for a client takes 30 ms.
         url = f"{'https' if trusted else 'http'}://127.0.0.1:{settings.http_port}"
-        http = httpx.AsyncClient(base_url=url, timeout=30, verify=trusted or False)
+        http = httpx.AsyncClient(base_url=url, timeout=DEADLINE_SECONDS, verify=trusted or False)
 
         async def is_ready(http: httpx.AsyncClient = http, task: asyncio.Task[None] = task) -> bool:
             if task.done():
@@ -103,13 +103,13 @@ async def launch(
             picker_port=settings.picker_port,
             http=http,
             admin=httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{settings.admin_port}", timeout=30, verify=False
+                base_url=f"http://127.0.0.1:{settings.admin_port}", timeout=DEADLINE_SECONDS, verify=False
             ),
             openai=AsyncOpenAI(
                 base_url=f"{url}/v1",
                 api_key="none",
                 max_retries=0,
-                timeout=30,
+                timeout=DEADLINE_SECONDS,
                 http_client=DefaultAsyncHttpxClient(verify=trusted or False),
             ),
         )
@@ -121,7 +121,7 @@ async def launch(
     for one in running:
         one.stop.set()
         if not one.end_awaited:
-            await asyncio.wait_for(one.task, 20)
+            await asyncio.wait_for(one.task, DEADLINE_SECONDS)
         for worker in one.workers:
             await worker.close()
         await one.openai.close()

@@ -16,6 +16,11 @@ from support.harness.waiting import until
 
 from .scripted import Script, ScriptedWorker, answer_well
 
+PATIENT_MILLISECONDS = 20_000
+"""Heartbeat timeout of a gateway in tests: a busy machine must not make it lose a pod."""
+HASTY_MILLISECONDS = 600
+"""Heartbeat timeout of a gateway in a test that awaits the loss of a pod."""
+
 
 def pipeline_config(
     name: str,
@@ -23,7 +28,7 @@ def pipeline_config(
     model: dict | None = None,
     encoder: dict | None = None,
     engine: dict | None = None,
-    heartbeat_timeout_milliseconds: int = 600,
+    heartbeat_timeout_milliseconds: int = PATIENT_MILLISECONDS,
     prefill: dict | None = None,
 ) -> PipelineConfig:
     spec = {
@@ -85,6 +90,17 @@ class Running:
             return True
 
         await until(are_known, f"the gateway knows of {wanted}")
+
+    async def until_gateways(self, count: int) -> None:
+        """The gateway knows of as many, itself among them."""
+
+        async def are_known() -> bool:
+            targets = (await self.admin.get("/debug/targets")).json()
+            gateways = [target for target in targets if target["labels"]["component"] == "gateway"]
+            assert len(gateways) >= count, f"gateways: {gateways}"
+            return True
+
+        await until(are_known, f"the gateway knows of {count} gateways")
 
     async def until_pod(self, name: str, predicate: Callable[[dict], bool]) -> None:
         """The gateway's view of a pod is as `predicate` wants it."""

@@ -31,16 +31,12 @@ async def running(
     tmp_path: Path,
     gateway: dict | None = None,
     trusted: ssl.SSLContext | None = None,
-    heartbeat_timeout_milliseconds: int = 600,
     **environment: str,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
     """`trusted`: what its certificate is checked with, where it has one."""
     port = free_port()
     config = tmp_path / "pipeline.json"
-    pipeline = pipeline_config(
-        "own", gateway or {}, heartbeat_timeout_milliseconds=heartbeat_timeout_milliseconds
-    )
-    config.write_text(pipeline.dump())
+    config.write_text(pipeline_config("own", gateway or {}).dump())
     child = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("mmd")),
         "gateway",

@@ -118,10 +118,10 @@ async def test_pods_start_again_although_what_forked_them_is_killed() -> None:
             while not (line := await printed.get()).startswith("pid "):
                 pass
         assert line.split()[1] != pid
-        assert not psutil.pid_exists(int(pid))
+        await until(lambda: not psutil.pid_exists(int(pid)))
     finally:
         await supervisor.close()
-    assert not psutil.pid_exists(int(line.split()[1]))
+    await until(lambda: not psutil.pid_exists(int(line.split()[1])))
 
 
 async def test_a_server_that_failed_to_start_starts_with_the_next_order(

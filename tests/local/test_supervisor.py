@@ -214,7 +214,7 @@ async def test_a_killed_real_process_is_restarted_and_finally_stopped() -> None:
         os.kill(first, signal.SIGKILL)
         await until(lambda: child.restarts == 1 and child.ready and child.pid is not None)
         assert child.pid != first
-        assert lines.count("serving") == 2
+        await until(lambda: lines.count("serving") == 2)
         await supervisor.stop()
         assert child.pid is None
     finally:

@@ -23,7 +23,7 @@ from support.harness.waiting import wait_until
 from support.servers.prometheus_server import Prometheus, hurried
 from support.serving.local_deployment import Deployment
 from support.serving.observed_fixture import load, observed_deployment, scrape
-from support.serving.under_load import AT_ONCE, about_videos, clients, frozen
+from support.serving.under_load import AT_ONCE, about_videos, clients, hung
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
@@ -74,7 +74,7 @@ def test_an_encoder_that_hangs_under_load(prometheus: Prometheus, observed: Depl
             asked.extend(submit(about_videos(VIDEOS_AT_ONCE)) for _ in range(2))
             return bool(prometheus.firing(alert, begun))
 
-        with frozen(observed.pid(encoder)):
+        with hung(observed.pid(encoder)):
             wait_until(lambda: pour("MmdPodNotScraped"), "scrapes without an answer are an alert")
             wait_until(lambda: pour("MmdBacklogGrows"), "ten seconds of work that becomes more are an alert")
             assert {one["role"] for one in prometheus.firing("MmdBacklogGrows", begun)} == {"encode"}
@@ -91,7 +91,7 @@ def test_a_prefill_pod_that_hangs(prometheus: Prometheus, observed: Deployment) 
     (prefill,) = observed.pods("prefill")
     begun = time.time()
     with clients(observed) as submit:
-        with frozen(observed.pid(prefill)):
+        with hung(observed.pid(prefill)):
             long = "Decode pods compute shorter prompts themselves. " * 8
             asked = [submit(f"{long}What is {number}?") for number in range(4)]
             assert until_firing(prometheus, "MmdNoPodForRole", begun)["role"] == "prefill"
@@ -114,7 +114,7 @@ def test_a_message_server_that_is_slow(prometheus: Prometheus, observed: Deploym
     begun = time.time()
 
     def stutter() -> bool:
-        with frozen(observed.local.nats.pid):
+        with hung(observed.local.nats.pid):
             time.sleep(0.7)
         time.sleep(0.1)
         return bool(prometheus.firing("MmdNatsSlow", begun))
@@ -145,7 +145,7 @@ def test_a_drain_without_a_peer_that_takes_over(prometheus: Prometheus, observed
     leaving, other = observed.pods("decode")
     begun = time.time()
     with clients(observed) as submit:
-        with frozen(observed.pid(other)):
+        with hung(observed.pid(other)):
             stories = [submit(f"Tell story {number}.", max_tokens=3900, **STORY) for number in range(12)]
             wait_until(lambda: running(leaving) >= 8, "stories are written there")
             observed.terminate(leaving)
@@ -253,7 +253,7 @@ def kv_that_does_not_come(
             if sum(map(inbound, decoders)) < sequences:
                 return False
             with ExitStack() as attempt:
-                attempt.enter_context(frozen(deployment.pid(prefill)))
+                attempt.enter_context(hung(deployment.pid(prefill)))
                 time.sleep(0.5)
                 if sum(map(inbound, decoders)) < sequences:
                     return False

@@ -23,7 +23,7 @@ from mmd_cli.samples import draw
 from mmd_dashboards import grafana
 from mmd_dashboards.boards import BOARDS
 from mmd_dashboards.queries import OURS, ROLLOUT, STARTED, filled
-from support.harness.waiting import wait_until
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
 from support.servers.prometheus_server import Prometheus
 from support.serving.local_deployment import Deployment
 from support.serving.observed_fixture import ask, content, load
@@ -54,13 +54,19 @@ def answered(prometheus: Prometheus, expr: str) -> bool:
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 def test_every_query_of_every_panel_returns_data(prometheus: Prometheus, board: Any) -> None:
-    silent = [
-        f"{panel.title}: {query.expr}"
+    queries = {
+        query.expr: panel.title
         for panel in board.panels()
         for query in panel.queries
-        if query.moves == "load" and not answered(prometheus, query.expr)
-    ]
-    assert silent == []
+        if query.moves == "load"
+    }
+
+    def are_answered() -> bool:
+        silent = [f"{title}: {expr}" for expr, title in queries.items() if not answered(prometheus, expr)]
+        assert silent == []
+        return True
+
+    wait_until(are_answered, "every query returns data", pause_seconds=0.5)
 
 
 def test_the_annotations_of_starts_and_rollouts_can_be_queried(prometheus: Prometheus) -> None:
@@ -78,18 +84,23 @@ def test_the_numbers_are_those_of_the_requests_that_were_made(
 
 
 def test_the_slowest_requests_can_be_found_by_their_trace(prometheus: Prometheus) -> None:
-    asked = {"query": "mmd_ttft_seconds_bucket", "start": time.time() - 300, "end": time.time()}
-    found = httpx.get(f"{prometheus.url}/api/v1/query_exemplars", params=asked).json()["data"]
-    traces = {one["labels"]["trace_id"] for series in found for one in series["exemplars"]}
-    assert traces
+    asked = {"query": "mmd_ttft_seconds_bucket", "start": time.time() - 300}
+    url = f"{prometheus.url}/api/v1/query_exemplars"
+
+    def found() -> set[str]:
+        data = httpx.get(url, params=asked | {"end": time.time()}, timeout=DEADLINE_SECONDS).json()["data"]
+        return {one["labels"]["trace_id"] for series in data for one in series["exemplars"]}
+
+    traces = wait_until(found, "exemplars were scraped")
     assert all(re.fullmatch("[0-9a-f]{32}", trace) for trace in traces)
 
 
 def test_rules_are_loaded_and_nothing_is_wrong_while_all_is_well(prometheus: Prometheus) -> None:
-    rules = httpx.get(f"{prometheus.url}/api/v1/rules").json()["data"]["groups"]
+    answer = httpx.get(f"{prometheus.url}/api/v1/rules", timeout=DEADLINE_SECONDS)
+    rules = answer.json()["data"]["groups"]
     assert sum(len(group["rules"]) for group in rules) > 20
     assert [rule["name"] for group in rules for rule in group["rules"] if rule["health"] == "err"] == []
-    assert prometheus.query('ALERTS{alertstate="firing"}') == []
+    wait_until(lambda: prometheus.query('ALERTS{alertstate="firing"}') == [], "no alert fires")
     wait_until(lambda: bool(prometheus.query("mmd:kv_used:ratio")), "recording rules are evaluated")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mmd_cli.samples import draw
 from mmd_workers.observe.metrics import Metrics
-from support.harness.waiting import wait_until
+from support.harness.waiting import DEADLINE_SECONDS, wait_until
 from support.serving.local_deployment import Deployment
 from support.serving.observed_fixture import ask, content, load, scrape
 
@@ -80,6 +80,7 @@ def test_label_values_never_come_from_users(observed: Deployment) -> None:
         f"{observed.local.gateway_url}/v1/chat/completions",
         json={"model": "marked-by-a-user", "messages": [{"role": "user", "content": "marked-by-a-user"}]},
         headers={"x-client-request-id": "marked-by-a-user"},
+        timeout=DEADLINE_SECONDS,
     )
     assert not [series for series in scrape(observed.local.pods) if "marked-by-a-user" in str(series)]
     assert len(scrape(observed.local.pods)) < 2500

@@ -25,6 +25,9 @@ from support.serving.observed_fixture import ask, content, load
 
 served = [pytest.mark.processes, pytest.mark.xdist_group("observed"), pytest.mark.timeout(600)]
 
+PHASES = {"fetch", "layout", "queue", "encode", "embedding transfer", "prefill", "kv transfer", "decode"}
+"""Of a request with a file."""
+
 
 def mmd(*arguments: str) -> str:
     ran = CliRunner().invoke(build().app, list(arguments))
@@ -202,15 +205,20 @@ class TestServed:
         shown = {pod["pod"] for pod in seen["pods"]}
         assert shown == {pod.name for pod in observed.local.pods if pod.component != "gateway"}
         assert all(0 <= pod["kv_used"] <= 1 for pod in seen["pods"] if "decode" in pod["roles"])
-        stream = ask(observed, "A story?", stream=True, max_tokens=1500, extra_body={"ignore_eos": True})
-        next(iter(stream))
+
+        def long() -> Any:
+            stream = ask(observed, "A story?", stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
+            next(iter(stream))
+            return stream
 
         def told() -> bool:  # pods tell their load a few times a second
+            nonlocal stream
             seen = json.loads(mmd("top", "--json", "--url", observed.local.admin_url, "--seconds", "0.3"))
-            if seen["requests"]["running"] != 1:
-                raise RuntimeError("the stream ended before its pod was seen at work")
-            return sum(pod["running"] for pod in seen["pods"]) == 1
+            if seen["requests"]["running"] == 0:  # it ended before its pod was seen at work
+                stream = long()
+            return bool(seen["requests"]["running"] == sum(pod["running"] for pod in seen["pods"]) == 1)
 
+        stream = long()
         wait_until(told, "top shows the sequence in its pod")
         stream.response.close()
         screen = mmd("top", "--once", "--url", observed.local.admin_url, "--seconds", "0.3")
@@ -220,9 +228,14 @@ class TestServed:
     def test_the_timeline_of_a_request_is_shown_phase_by_phase(self, observed: Deployment) -> None:
         request = ask(observed, content(draw("video", 94_000))).id
         url = observed.local.admin_url
-        timeline = json.loads(mmd("trace", request, "--json", "--url", url))
-        phases = {phase["name"].replace("_", " ") for phase in timeline["phases"]}
-        assert {"encode", "prefill", "decode"} <= phases
+
+        def reported() -> set[str]:
+            timeline = json.loads(mmd("trace", request, "--json", "--url", url))
+            phases = {phase["name"].replace("_", " ") for phase in timeline["phases"]}
+            assert phases >= PHASES, phases
+            return phases
+
+        phases = wait_until(reported, "every pod has reported its phases")
         shown = mmd("trace", request, "--url", url)
         assert request in shown
         rows = [

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from support.harness.needed import lacking
+from support.harness.waiting import DEADLINE_SECONDS
 
+PATIENCE_MILLISECONDS = 1000 * DEADLINE_SECONDS
+expect.set_options(timeout=PATIENCE_MILLISECONDS)  # its own 5 s are too few where other suites have the cores
 FLAGS = [
     "--no-sandbox",
     "--disable-background-networking",

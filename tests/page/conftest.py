@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page
 
 from support.serving.local_deployment import Deployment
 
-from .browser import Seen, chromium
+from .browser import PATIENCE_MILLISECONDS, Seen, chromium
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def seen() -> Seen:
 def page(browser: Browser, observed: Deployment, seen: Seen) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1180, "height": 900}, reduced_motion="reduce")
     one = context.new_page()
-    one.set_default_timeout(15_000)
+    one.set_default_timeout(PATIENCE_MILLISECONDS)
     one.on("console", lambda said: seen.faults.append(said.text) if said.type == "error" else None)
     one.on("pageerror", lambda error: seen.faults.append(str(error)))
     one.on("request", lambda request: seen.requested.append(request.url))

@@ -82,6 +82,7 @@ async def test_two_gateways_start_no_more_than_one_does(launch: Launch, file: Pa
     second.workers.append(first.workers[0])
     await second.until_known()
     second.workers.clear()
+    await asyncio.gather(first.until_gateways(2), second.until_gateways(2))
     flooding = [*asking(first, LONG, flood, 12), *asking(second, LONG, flood, 12)]
     for gateway in (first, second):
         await until_queued(gateway, 8)

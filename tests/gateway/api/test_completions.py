@@ -12,7 +12,7 @@ import pytest
 from mmd_api.contract.sampling import Guidance
 from mmd_workers.wire.messages.message_parts import Phase
 from mmd_workers.wire.messages.prefill import GenerateRequest
-from tests.gateway.running import Launch, Running
+from tests.gateway.running import HASTY_MILLISECONDS, Launch, Running
 from tests.gateway.scripted import ScriptedWorker, answer_well, say_nothing
 
 MODEL = "builtin/demo"
@@ -280,7 +280,7 @@ async def test_a_client_that_hangs_up_frees_every_answer(launch: Launch) -> None
 
 
 async def test_an_answer_goes_on_at_another_pod_when_its_own_is_lost(launch: Launch) -> None:
-    gateway = await launch()
+    gateway = await launch(heartbeat_timeout_milliseconds=HASTY_MILLISECONDS)
 
     async def die(worker: ScriptedWorker, request: GenerateRequest) -> None:
         await worker.tokens(request, [0, 1], finish=False)
@@ -294,7 +294,7 @@ async def test_an_answer_goes_on_at_another_pod_when_its_own_is_lost(launch: Lau
 
 
 async def test_a_completion_past_its_deadline_is_an_error(launch: Launch) -> None:
-    gateway = await launch(requestTimeoutSeconds=1)
+    gateway = await launch(requestTimeoutSeconds=5)
     await gateway.worker(TEXT, say_nothing)
     response = await gateway.http.post("/v1/completions", json={"model": MODEL, "prompt": ["a", "b"]})
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")

@@ -18,7 +18,6 @@ from tests.gateway.running import Launch
 from tests.gateway.scripted import HalfFirst
 
 pytestmark = pytest.mark.processes
-expect.set_options(timeout=30_000)  # its own 5 s are too few where other suites have the cores
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]

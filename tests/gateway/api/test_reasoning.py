@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from mmd_api.contract.answers import Grammar
 from mmd_workers.model.grammar import Grammars
 from support.oracles.tokens import with_template, with_tokens
-from tests.gateway.running import Launch, Running, assert_nothing_is_left
-from tests.gateway.scripted import ScriptedWorker, answer_well, half_then, say_nothing
+from tests.gateway.running import HASTY_MILLISECONDS, Launch, Running, assert_nothing_is_left
+from tests.gateway.scripted import HalfFirst, ScriptedWorker, answer_well, half_then, say_nothing
 
 MODEL = "builtin/demo"
 ASKED: Any = [{"role": "user", "content": "where?"}]
@@ -58,12 +58,20 @@ class Model:
         self.worker.answer = self.ids(answer)
         return await self.chat.create(**{"model": MODEL, "messages": ASKED, **more})
 
-    async def collected(self, answer: str, **more: Any) -> tuple[list[Any], Any]:
+    async def collected(
+        self, answer: str, thought_seen: asyncio.Event | None = None, **more: Any
+    ) -> tuple[list[Any], Any]:
         """The chunks of a stream, and what the client's own accumulation makes of them."""
         self.worker.answer = self.ids(answer)
         made = {"model": MODEL, "messages": ASKED, "stream_options": {"include_usage": True}, **more}
+        chunks = []
         async with self.chat.stream(**made) as stream:
-            chunks = [event.chunk async for event in stream if event.type == "chunk"]
+            async for event in stream:
+                if event.type != "chunk":
+                    continue
+                chunks.append(event.chunk)
+                if thought_seen is not None and any(one.delta.model_extra for one in event.chunk.choices):
+                    thought_seen.set()
             return chunks, await stream.get_final_completion()
 
     def prompt(self) -> str:
@@ -80,11 +88,11 @@ class Model:
 
 @pytest.fixture
 def reasoning_model(launch: Launch, text_model: Path, tmp_path: Path) -> Any:
-    async def start(template: str = INSIDE, kind: str = "token") -> Model:
+    async def start(template: str = INSIDE, kind: str = "token", **more: Any) -> Model:
         folder = with_template(text_model, tmp_path / "model", template)
         if kind != "text":
             with_tokens(folder, "<think>", "</think>", special=kind == "special token")
-        gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
+        gateway = await launch(model={"id": str(folder), "servedName": [MODEL]}, **more)
         return Model(gateway, await gateway.worker([5]), folder)
 
     return start
@@ -120,7 +128,8 @@ async def test_reasoning_is_no_content(reasoning_model: Any, kind: str) -> None:
     assert raw.keys() == {"role", "content", "refusal", "reasoning_content"}
 
     said = "the circle is red " * 8
-    chunks, whole = await model.collected(f"{said}\n</think>\n\nred")
+    model.worker.script = halting = HalfFirst(8)
+    chunks, whole = await model.collected(f"{said}\n</think>\n\nred", halting.seen)
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     thoughts = [delta.model_extra["reasoning_content"] for delta in deltas if delta.model_extra]
     assert ("".join(thoughts), deltas[0].role) == (said.strip(), "assistant")
@@ -405,12 +414,13 @@ async def test_a_message_has_a_block_of_thinking(reasoning_model: Any, claude: A
         model.ids(f"<think>{REASONED.partition(chr(10) * 2)[0]}")
     )
 
+    model.worker.script = halting = HalfFirst(3)
+    deltas = []
     async with client.messages.stream(**asked, thinking=on) as stream:
-        deltas = [
-            e.delta.thinking
-            async for e in stream
-            if e.type == "content_block_delta" and e.delta.type == "thinking_delta"
-        ]
+        async for event in stream:
+            if event.type == "content_block_delta" and event.delta.type == "thinking_delta":
+                deltas.append(event.delta.thinking)
+                halting.seen.set()
         final = await stream.get_final_message()
     assert len(deltas) > 1
     assert [block.to_dict() for block in final.content] == [block.to_dict() for block in whole.content]
@@ -436,7 +446,7 @@ async def test_a_message_has_a_block_of_thinking(reasoning_model: Any, claude: A
 
 
 async def test_reasoning_goes_on_on_another_pod_when_its_pod_dies(reasoning_model: Any) -> None:
-    model = await reasoning_model()
+    model = await reasoning_model(heartbeat_timeout_milliseconds=HASTY_MILLISECONDS)
     gateway, first = model.gateway, model.worker
     for share in (4, 1):  # the pod dies in the reasoning, and then in the answer
         reached = asyncio.Event()

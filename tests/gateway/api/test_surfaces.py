@@ -72,24 +72,33 @@ def asked(surface: Surface, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, **surface.body, **more}
 
 
-async def events_of(gateway: Running, surface: Surface) -> list[Event]:
-    response = await gateway.http.post(surface.path, json=asked(surface, stream=True))
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = response.text.splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+async def events_of(gateway: Running, surface: Surface, seen: asyncio.Event | None = None) -> list[Event]:
+    """The events of a stream. `seen` is set when the first piece of its text is there."""
+    events: list[Event] = []
+    async with gateway.http.stream("POST", surface.path, json=asked(surface, stream=True)) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+                if seen is not None and surface.piece(events[-1]):
+                    seen.set()
+    return events
 
 
 async def test_a_pod_that_gives_up_in_mid_stream_costs_the_client_nothing(
     launch: Launch, surface: Surface
 ) -> None:
     gateway = await launch()
+    seen = asyncio.Event()
 
     async def give_up(worker: ScriptedWorker, request: Any) -> None:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await seen.wait()
         await worker.fail(request, "link_failed", "the KV link broke", retryable=True)
 
     worker = await gateway.worker(TEXT, half_then(give_up))
-    events = await events_of(gateway, surface)
+    events = await events_of(gateway, surface, seen)
     assert "".join(map(surface.piece, events)) == TEXT
     assert len([event for event in events if surface.piece(event)]) > 1
     if surface.begins:
@@ -101,13 +110,15 @@ async def test_a_pod_that_gives_up_in_mid_stream_costs_the_client_nothing(
 
 async def test_a_failure_in_mid_stream_is_its_last_event(launch: Launch, surface: Surface) -> None:
     gateway = await launch()
+    seen = asyncio.Event()
 
     async def fail(worker: ScriptedWorker, request: Any) -> None:
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await seen.wait()
         await worker.fail(request, "count_mismatch", "another number of tokens", retryable=False)
 
     await gateway.worker(TEXT, half_then(fail))
-    events = await events_of(gateway, surface)
+    events = await events_of(gateway, surface, seen)
     pieces = "".join(map(surface.piece, events[:-1]))
     assert pieces
     assert pieces != TEXT
@@ -148,7 +159,7 @@ async def test_an_overflow_has_the_words_that_agents_look_for(
 async def test_a_failure_before_the_stream_has_its_status(
     launch: Launch, surface: Surface, stream: bool
 ) -> None:
-    gateway = await launch(requestTimeoutSeconds=1)
+    gateway = await launch(requestTimeoutSeconds=5)
     worker = await gateway.worker(TEXT, say_nothing)
     response = await gateway.http.post(surface.path, json=asked(surface, stream=stream))
     assert response.status_code == 504

@@ -53,6 +53,14 @@ class Kept(EndpointPicker):
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    async def signalled(self, number: signal.Signals) -> int:
+        """Send the process a signal once it answers, and return the id of the process."""
+        await until(lambda: self.answers)
+        pid = self.pid
+        assert pid > 0, "to signal process 0 is to signal the whole group of this one"
+        os.kill(pid, number)
+        return pid
+
 
 @pytest.fixture
 async def keep() -> AsyncIterator[Callable[[], Awaitable[Kept]]]:
@@ -101,8 +109,7 @@ async def test_a_process_that_is_killed_is_started_again_and_that_is_reported(
     keep, caplog: pytest.LogCaptureFixture
 ):
     kept = await running(keep)
-    first = kept.pid
-    os.kill(first, signal.SIGKILL)
+    first = await kept.signalled(signal.SIGKILL)
     await until(lambda: kept.pid not in (0, first) and kept.answers)
     assert kept.metric("mmd_gateway_picker_restarts_total") == 1
     assert "exit status -9" in kept.fault
@@ -113,8 +120,7 @@ async def test_a_process_that_is_killed_is_started_again_and_that_is_reported(
 async def test_a_process_that_hangs_is_replaced(keep, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(picker_module, "SILENT_SECONDS", 1.0)
     kept = await running(keep)
-    first = kept.pid
-    os.kill(first, signal.SIGSTOP)
+    first = await kept.signalled(signal.SIGSTOP)
     await until(lambda: kept.pid not in (0, first) and kept.answers)
     assert "reported nothing for 1 s" in kept.fault
 

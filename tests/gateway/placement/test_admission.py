@@ -28,6 +28,7 @@ from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.gateway.placement.work import REQUESTS_PER_POD, Capacity, Encoders, Size
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages.message_parts import Sampling
+from support.harness.waiting import DEADLINE_SECONDS
 
 ONE_POD = Capacity(
     encoders=Encoders(1),
@@ -106,7 +107,7 @@ async def test_requests_start_at_once_while_there_is_room_and_wait_beyond(door: 
 async def test_a_first_token_lets_the_next_one_start(door: Door) -> None:
     asked = [door.ask("flood") for _ in range(AT_ONCE + 1)]
     asked[0].first_token()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await asked[-1].wait()
 
 
@@ -370,7 +371,7 @@ async def test_pods_that_come_let_requests_start_without_a_word(
     asked = [door.ask("flood") for _ in range(AT_ONCE + 1)]
     door.capacity = Capacity(decode_pods=1, prefill_pods=4, prefill_tokens_per_second=4000.0, sequences=8)
     door.now = 1.0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await asked[-1].wait()
 
 

@@ -23,7 +23,7 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages.every_pod import CacheReport, Heartbeat
 from mmd_workers.wire.peers import Heartbeater, PeerDirectory
-from support.harness.waiting import until
+from support.harness.waiting import DEADLINE_SECONDS, until
 from support.serving.cached import held_by
 
 Connect = Callable[[str], Awaitable[Bus]]
@@ -106,7 +106,7 @@ def value(metric: Any) -> float:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(feed, "ASK_AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(feed, "ASK_AGAIN_SECONDS", DEADLINE_SECONDS)
     monkeypatch.setattr(reports, "MOST_NAMED", 3)
 
 
@@ -115,10 +115,15 @@ async def begin(connect: Connect) -> AsyncIterator[Callable[[str], Awaitable[Gat
     begun: list[Gateway] = []
 
     async def make(
-        name: str, most_in_all: int = 1000, kind: CacheKind = PREFIXES, *, encoders_only: bool = False
+        name: str,
+        most_in_all: int = 1000,
+        kind: CacheKind = PREFIXES,
+        *,
+        encoders_only: bool = False,
+        lost_after_seconds: float = 20.0,
     ) -> Gateway:
         bus, index, metrics = await connect(name), CacheIndex(most_in_all=most_in_all), Metrics()
-        directory = PeerDirectory(bus, 0.6)
+        directory = PeerDirectory(bus, lost_after_seconds)
         await directory.start()
         follower = CacheFeed(bus, directory, index, name, metrics, kind, encoders_only=encoders_only)
         gateway = Gateway(index, follower, directory, metrics)
@@ -172,6 +177,7 @@ async def test_a_gateway_that_starts_late_catches_up_without_disturbing_another(
 async def test_a_report_that_was_lost_is_missed_though_none_follows_it(
     begin: Any, pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(feed, "ASK_AGAIN_SECONDS", 0.3)  # the answer may be lost too
     gateway = await begin("gateway-0")
     pod.changes.add(b"a")
     await gateway.until({b"a"})
@@ -199,7 +205,7 @@ async def test_a_pod_that_comes_back_has_nothing_of_before(begin: Any, pod: Pod,
 
 
 async def test_a_pod_that_is_lost_is_forgotten(begin: Any, pod: Pod) -> None:
-    gateway = await begin("gateway-0")
+    gateway = await begin("gateway-0", lost_after_seconds=0.6)
     pod.changes.add(b"a")
     await gateway.until({b"a"})
     await pod.end()
@@ -263,7 +269,7 @@ async def test_who_starts_late_knows_at_once_what_was_reported_before(
     pod.changes.add(b"a")
     await until(lambda: pod.reports.number)
     bus, index = await connect("late"), CacheIndex()
-    directory = PeerDirectory(bus, 0.6)
+    directory = PeerDirectory(bus, 20.0)
     await directory.start()
     await until(lambda: directory.pods(state=None) and directory.pods(state=None)[0].prefix_number)
     follower = CacheFeed(bus, directory, index, "late", Metrics(), PREFIXES)

@@ -13,6 +13,7 @@ from mmd_api.contract.errors import DeadlineError
 from mmd_api.contract.load import PodLoad
 from mmd_workers.caches.index import CacheIndex
 from mmd_workers.gateway.placement.dispatcher import (
+    CANCEL_SECONDS,
     GAP_SECONDS,
     HANDOVER_SECONDS,
     RETRY_SECONDS,
@@ -254,3 +255,22 @@ async def test_a_medium_is_suspected_for_some_minutes(fleet: Fleet) -> None:
         await fleet.clock.let_pass(seconds)
         assert await fleet.answer(fleet.open([IMAGE], (NEED,))) == ANSWER
     assert [request.encode_here for request in worker.requests] == [True, False, False, True]
+
+
+async def test_a_release_repeats_a_cancellation_that_was_swallowed(fleet: Fleet) -> None:
+    sequence = fleet.open()
+
+    async def swallow() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+    assert sequence.task is not None
+    sequence.task.cancel()
+    sequence.task = asyncio.create_task(swallow())
+    await asyncio.sleep(0)
+    begin = fleet.clock.now()
+    releasing = asyncio.create_task(fleet.dispatcher.release(sequence))
+    await fleet.clock.until(releasing.done)
+    assert fleet.clock.now() - begin == pytest.approx(CANCEL_SECONDS)

@@ -44,11 +44,11 @@ async def test_a_requests_timeline_has_its_estimate_beside_the_outcome(launch: L
 
 async def test_outcomes_move_the_factors_and_their_error_is_counted(launch: Launch) -> None:
     gateway = await launch()
-    load = PodLoad(prefill_tokens_per_second=20.0, decode_max_sequences=4)  # it answers at once
+    load = PodLoad(prefill_tokens_per_second=1.0, decode_max_sequences=4)  # it answers at once
     await gateway.worker("the red circle", load=load)
     for _ in range(3):
         await gateway.http.post("/v1/chat/completions", json=BODY)
-    assert await gateway.metric("mmd_router_error_ratio_count") == 3
+    await gateway.until_metric("mmd_router_error_ratio_count", 3)
     factors = {
         line.split('term="')[1].split('"')[0]: float(line.split()[-1])
         for line in (await gateway.admin.get("/metrics")).text.splitlines()

@@ -20,7 +20,7 @@ from mmd_workers.wire.messages.prefill import GenerateRequest
 from support.harness.waiting import DEADLINE_SECONDS
 from tests.gateway import tenancy
 from tests.gateway.media import png, url
-from tests.gateway.running import Launch, Running
+from tests.gateway.running import HASTY_MILLISECONDS, Launch, Running
 from tests.gateway.scripted import Script, ScriptedWorker, answer_well, half_then, say_nothing
 
 LONG = "What does an operator of a cluster do all day? " * 8
@@ -153,7 +153,11 @@ async def test_only_one_of_several_answers_brings_a_medium_to_prefill(launch: La
 
 
 async def test_a_medium_is_suspected_when_its_pod_is_lost(launch: Launch) -> None:
-    gateway = await launch(encoder=NO_GPUS, prefill={**NO_GPUS, "localEncodeTokens": 1000})
+    gateway = await launch(
+        encoder=NO_GPUS,
+        prefill={**NO_GPUS, "localEncodeTokens": 1000},
+        heartbeat_timeout_milliseconds=HASTY_MILLISECONDS,
+    )
     first = await gateway.worker(script=say_nothing, roles=["prefill", "decode"], encodes_small_media=True)
     question = [IMAGE, {"type": "text", "text": "Which colour?"}]
     asking = asyncio.create_task(ask(gateway, question))

@@ -23,7 +23,7 @@ from mmd_workers.wire.messages.message_parts import Sampling
 from mmd_workers.wire.messages.prefill import GenerateRequest, Placed
 from mmd_workers.wire.server import NatsServer
 from support.harness.waiting import DEADLINE_SECONDS
-from tests.gateway.running import Launch, Running, assert_nothing_is_left, until_status
+from tests.gateway.running import HASTY_MILLISECONDS, Launch, Running, assert_nothing_is_left, until_status
 from tests.gateway.scripted import ScriptedWorker, answer_well, half_then, say_nothing
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -39,7 +39,7 @@ async def ask(gateway: Running, **options) -> str:
 
 
 async def test_a_stream_continues_on_another_pod_when_its_pod_dies(launch: Launch) -> None:
-    gateway = await launch()
+    gateway = await launch(heartbeat_timeout_milliseconds=HASTY_MILLISECONDS)
     reached = asyncio.Event()
 
     async def stop_there(worker: ScriptedWorker, request: GenerateRequest) -> None:
@@ -151,9 +151,11 @@ async def test_a_permanent_error_reaches_the_client_unchanged(launch: Launch) ->
 
 async def test_a_midstream_error_ends_the_stream_with_an_error_event(launch: Launch) -> None:
     gateway = await launch()
+    seen = asyncio.Event()
 
     async def fail(worker: ScriptedWorker, request: GenerateRequest) -> None:
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await seen.wait()
         await worker.fail(request, "count_mismatch", "another number of tokens", retryable=False)
 
     await gateway.worker(TEXT, half_then(fail))
@@ -163,6 +165,8 @@ async def test_a_midstream_error_ends_the_stream_with_an_error_event(launch: Lau
     async def read() -> None:
         async for chunk in stream:
             pieces.append(chunk.choices[0].delta.content or "")
+            if pieces[-1]:
+                seen.set()
 
     with pytest.raises(openai.APIError, match="another number of tokens"):
         await read()
@@ -201,7 +205,7 @@ async def test_a_request_without_room_is_placed_until_there_is_some(launch: Laun
 
 
 async def test_a_request_that_found_no_room_by_its_deadline_says_so(launch: Launch) -> None:
-    gateway = await launch(requestTimeoutSeconds=2)
+    gateway = await launch(requestTimeoutSeconds=5)
 
     async def no_room(worker: ScriptedWorker, request: GenerateRequest) -> None:
         await worker.fail(request, "overloaded", "no decode pod accepted the sequence", retryable=True)
@@ -343,9 +347,9 @@ async def test_a_request_held_without_pods_is_woken_by_the_first(launch: Launch)
     asking = asyncio.create_task(ask(gateway))
     await gateway.until_metric("mmd_gateway_held_sequences", 1)
     await gateway.worker(TEXT)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         assert await asking == TEXT
-    assert await gateway.metric("mmd_gateway_held_sequences") == 0
+    await gateway.until_metric("mmd_gateway_held_sequences", 0)
 
 
 async def test_a_request_that_no_pod_ever_takes_ends_at_its_deadline(launch: Launch) -> None:
@@ -357,7 +361,7 @@ async def test_a_request_that_no_pod_ever_takes_ends_at_its_deadline(launch: Lau
 
 
 async def test_a_silent_worker_costs_no_more_than_the_deadline(launch: Launch) -> None:
-    gateway = await launch(requestTimeoutSeconds=1)
+    gateway = await launch(requestTimeoutSeconds=5)
     worker = await gateway.worker(TEXT, say_nothing)
     with pytest.raises(openai.InternalServerError, match="deadline") as caught:
         await ask(gateway)
@@ -434,9 +438,12 @@ async def test_a_draining_gateway_rejects_no_request_and_closes_connections(laun
     assert (
         await gateway.http.get("/readyz")
     ).status_code == 200  # else nobody could come where no other is Ready
+    body = {"model": MODEL, "messages": HELLO}
+    coming = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=body))
+    await worker.until(lambda: len(worker.requests) == 2)  # while one is in flight, the gateway stays
     go.set()
     assert await asking == TEXT
-    late = await gateway.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO})
+    late = await coming
     assert late.json()["choices"][0]["message"]["content"] == TEXT
     assert late.headers["connection"] == "close"
     await asyncio.wait_for(gateway.task, DEADLINE_SECONDS)

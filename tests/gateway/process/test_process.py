@@ -131,11 +131,15 @@ async def test_a_request_during_a_drain_is_answered_within_the_grace_period(
             own_nats_server.url, Subjects("test", "own", MESH), "decode-0", ids, answer_the_first
         )
         assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
+        in_flight = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
+        await worker.until(lambda: len(worker.requests) == 2)  # so that it does not end at once
         child.send_signal(signal.SIGTERM)
         await until_ready(client, False, "/ready")
         response = await client.post("/v1/chat/completions", json=BODY)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
+        in_flight.cancel()
+        await asyncio.gather(in_flight, return_exceptions=True)
         assert await asyncio.wait_for(child.wait(), 90) == 0
         await worker.close()
 

@@ -132,7 +132,6 @@ async def test_two_gateways_share_a_tenants_limits(
                 own_nats_server,
                 folder,
                 {"auth": AUTH},
-                heartbeat_timeout_milliseconds=10_000,
                 MMD_KEYS_FILE=str(keys),
                 MMD_POD_NAME=f"gateway-{number}",
             )

@@ -83,12 +83,19 @@ async def test_top_sums_what_the_gateways_of_the_running_deployment_count(
     assert seen["requests"]["running"] == 5
     assert (seen["gateways"], seen["missing"]) == (["gateway-0", "gateway-1"], [])
     assert [pod["pod"] for pod in seen["pods"]] == ["decode-0"]
-    going = (await one.admin.get("/debug/requests")).json()["requests"]
-    assert [request["phase"] for request in going] == ["prefill"] * 2
+
+    async def in_prefill() -> list[dict]:
+        going = (await one.admin.get("/debug/requests")).json()["requests"]
+        assert [request["phase"] for request in going] == ["prefill"] * 2
+        return going
+
+    going = await until(in_prefill)
     assert "in prefill" in (await mmd("trace", going[0]["request_id"], *admin(one))).output
     before = await asyncio.to_thread(gateways.look, urls)
     go.set()
     await asyncio.gather(*asking)
+    await one.until_metric("mmd_requests_total", 2)
+    await other.until_metric("mmd_requests_total", 3)
     now = await asyncio.to_thread(gateways.look, urls)
     requests = top.facts(now, before, {})["requests"]
     zero, first = (now.gateways[pod].taken - before.gateways[pod].taken for pod in ("gateway-0", "gateway-1"))
