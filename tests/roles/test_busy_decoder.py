@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -461,6 +462,38 @@ async def test_a_decoder_in_a_long_step_receives_only_what_fits(
         await until(lambda: engine.commands() == ["write 0", "write 4"])
         await asyncio.sleep(3 * CHUNK_SECONDS)
         assert engine.commands() == ["write 0", "write 4"]
+        engine.end_step()
+        await until(lambda: engine.commands() == ["write 8", "attach"])
+        engine.end_step()
+        await handing_over
+
+
+def failed(manager: LinkManager, epoch: int) -> bool:
+    return manager.failed_epoch("prefill-0", "i1") == epoch
+
+
+@pytest.mark.parametrize("noticed_first", [True, False], ids=["by its failure", "by the next offer"])
+async def test_chunks_of_killed_links_give_their_room_back(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, noticed_first: bool
+) -> None:
+    """The decoder ends a receive because its link fails, or because an offer over the next link comes first."""
+    monkeypatch.setattr(service, "UNWRITTEN_BYTES", 2 * 4 * LAYOUT.bytes_per_token())
+    engine = WaitingEngine()
+    async with pair(connect, engine) as (sender, links):
+        for _ in range(10):
+            reserving = asyncio.create_task(sender.reserve(request()))
+            await until(lambda: engine.commands() == ["reserve"])
+            engine.end_step()
+            reservation = await reserving
+            link = await reservation.link
+            lease_id = reservation.grant.lease_id
+            chunk = KvChunk("prefill-0", link.epoch, lease_id, 0, 0, 4, link.reserve_tags(1))
+            await sender._announce(link, "decode-0", chunk)
+            link.close()
+            if noticed_first:
+                await until(partial(failed, links[0], link.epoch))
+        handing_over = await granted(sender, engine)
+        await until(lambda: engine.commands() == ["write 0", "write 4"])
         engine.end_step()
         await until(lambda: engine.commands() == ["write 8", "attach"])
         engine.end_step()

@@ -394,21 +394,15 @@ class DecodeService(SequenceOwner):
                 started.set_result(None)
                 inbound = self._inbound[chunk.lease_id]
                 inbound.first_byte = inbound.first_byte or time.time()
-                tensors: list[torch.Tensor] = []
-                if chunk.num_tokens:  # an empty chunk only renews the lease
-                    receive_start = time.monotonic()
-                    with link.held():  # the lease may end meanwhile
-                        tensors = await asyncio.to_thread(
-                            recv_range,
-                            link,
-                            self._wire.layout,
-                            chunk.num_tokens,
-                            chunk.first_tag,
-                            link.device,
-                        )
-                    inbound.wire_seconds += time.monotonic() - receive_start
-                    if self._wire.packs:
-                        tensors = await asyncio.to_thread(self._wire.unpack, tensors)
+                receiving = asyncio.create_task(
+                    self._receive(link, chunk, inbound), name=f"receive-{chunk.lease_id}"
+                )
+                try:
+                    tensors = await asyncio.shield(receiving)
+                except BaseException:
+                    # The thread has its buffer until it ends, also when this pump is cancelled.
+                    receiving.add_done_callback(partial(self._failed, pump, num_bytes))
+                    raise
                 writing = asyncio.create_task(self._store(chunk, tensors), name=f"write-{chunk.lease_id}")
                 self._writes.add(writing)
                 writing.add_done_callback(partial(self._wrote, pump, num_bytes))
@@ -424,6 +418,28 @@ class DecodeService(SequenceOwner):
                 self._links.drop(pod)
                 pump.task = None  # this very task: it ends by itself
                 self._end_pump(pod, pump, error)
+
+    async def _receive(self, link: PairLink, chunk: KvChunk, inbound: _Inbound) -> list[torch.Tensor]:
+        """The KV of a chunk, unpacked. An empty chunk only renews the lease.
+
+        Raises:
+            LinkError: the link has failed, or its deadline has passed.
+        """
+        if not chunk.num_tokens:
+            return []
+        receive_start = time.monotonic()
+        with link.held():  # the lease may end meanwhile
+            tensors = await asyncio.to_thread(
+                recv_range, link, self._wire.layout, chunk.num_tokens, chunk.first_tag, link.device
+            )
+        inbound.wire_seconds += time.monotonic() - receive_start
+        return await asyncio.to_thread(self._wire.unpack, tensors) if self._wire.packs else tensors
+
+    def _failed(self, pump: _Pump, num_bytes: int, receiving: asyncio.Task[list[torch.Tensor]]) -> None:
+        """Give back the room of a chunk whose receive has ended without being stored."""
+        if not receiving.cancelled():
+            receiving.exception()  # the pump reports it, unless it was cancelled
+        self._give(pump, num_bytes)
 
     def _wrote(self, pump: _Pump, num_bytes: int, writing: asyncio.Task[None]) -> None:
         self._writes.discard(writing)
