@@ -23,6 +23,7 @@ from mmd_api.contract.errors import (
     MmdError,
     OverloadedError,
 )
+from mmd_workers.basics.overtaking import MAX_OVERTAKEN
 from mmd_workers.decode.decode_service import DecodeService
 from mmd_workers.kv.quantize import KvWire
 from mmd_workers.model.prompt import KvLayout
@@ -254,16 +255,20 @@ async def test_the_code_of_a_refusal_shows_whether_the_sequence_can_ever_fit(off
     assert (await offering.offer("later")).code == "overloaded"
 
 
-async def test_room_goes_to_the_oldest_waiting_request_not_the_next_asker(
-    offering: Offering,
+async def test_small_offers_pass_a_large_one_that_waits_but_only_so_many(
+    offering: Offering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("mmd_workers.decode.offer_queue.REPEAT_SECONDS", DEADLINE_SECONDS)
     offering.engine.error = OverloadedError("no block is free")
-    assert not (await offering.offer("old", arrived=1.0)).granted
+    assert not (await offering.offer("large", arrived=1.0)).granted
+    assert not (await offering.offer("small-0", arrived=2.0)).granted, "it passes nobody"
     offering.engine.error = None
-    young = await offering.offer("young", arrived=2.0)
-    assert (young.granted, young.code) == (False, "overloaded")
-    assert (await offering.offer("old", arrived=1.0)).granted
-    assert (await offering.offer("young", arrived=2.0)).granted
+    for number in range(MAX_OVERTAKEN):
+        assert (await offering.offer(f"small-{number}", arrived=2.0)).granted
+    late = await offering.offer("late", arrived=3.0)
+    assert (late.granted, late.code) == (False, "overloaded")
+    assert (await offering.offer("large", arrived=1.0)).granted
+    assert (await offering.offer("late", arrived=3.0)).granted
 
 
 async def test_a_crashed_reader_frees_pending_room_and_logs_the_cause(

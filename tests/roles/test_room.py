@@ -1,4 +1,4 @@
-"""Room for KV at decode pods: what never fits is refused at once, and the oldest request gets the next room."""
+"""Room for KV at decode pods: what never fits is refused at once, and one that waits is passed only so often."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmd_api.contract.errors import CapacityError, LayoutMismatchError, MmdError
+from mmd_workers.basics.overtaking import MAX_OVERTAKEN
 from mmd_workers.decode.offer_queue import REPEAT_SECONDS, OfferQueue
 from mmd_workers.wire.messages.decode import KvGrant, KvOffer, KvRelease
 from support.harness.waiting import DEADLINE_SECONDS
@@ -75,19 +76,47 @@ async def test_an_offer_asks_for_remaining_tokens_and_carries_the_requests_age(
     assert (offers[0].prompt_tokens, offers[0].max_tokens, offers[0].arrived) == (11, 1, 123.0)
 
 
-@given(st.permutations(range(6)), st.integers(0, 5))
-def test_of_all_that_wait_only_the_oldest_passes(order: list[int], leaver: int) -> None:
+def test_small_offers_pass_a_large_one_that_waits_until_it_was_passed_often_enough() -> None:
     queue = OfferQueue()
-    for number in order:
+    queue.join("large", 1.0, 0.0)
+    turns = [queue.turn(f"small{n}", 2.0 + n, 0.5) for n in range(MAX_OVERTAKEN)]
+    assert None not in turns
+    assert queue.turn("late", 99.0, 0.5) is None
+    assert queue.turn("large", 1.0, 0.5) is not None
+    queue.leave("large")
+    assert queue.turn("late", 99.0, 0.5) is not None
+
+
+def test_a_turn_that_got_no_room_overtook_nobody() -> None:
+    queue = OfferQueue()
+    queue.join("large", 1.0, 0.0)
+    for number in range(3 * MAX_OVERTAKEN):
+        turn = queue.turn(f"r{number}", 2.0, 0.5)
+        assert turn is not None
+        turn.unused()
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=300))
+def test_no_order_of_offers_passes_a_waiter_more_often_than_the_bound(asks: list[tuple[int, bool]]) -> None:
+    queue, passed = OfferQueue(), dict.fromkeys(range(4), 0)
+    for number in passed:
         queue.join(f"r{number}", float(number), 0.0)
-    assert [queue.ahead_of(f"r{n}", float(n), 0.5) for n in range(6)] == list(range(6))
-    queue.leave(f"r{leaver}")
-    assert [queue.ahead_of(f"r{n}", float(n), 0.5) for n in range(6)] == [n - (leaver < n) for n in range(6)]
+    for number, fits in asks:
+        if (number in passed and fits) or (turn := queue.turn(f"r{number}", float(number), 0.5)) is None:
+            continue
+        if not fits:
+            turn.unused()
+        elif number not in passed:
+            for waiter in passed:
+                passed[waiter] += 1
+    assert all(count <= MAX_OVERTAKEN for count in passed.values())
 
 
 def test_a_request_that_does_not_ask_again_is_not_waited_for() -> None:
     queue = OfferQueue()
     queue.join("old", 1.0, 0.0)
-    assert queue.ahead_of("young", 2.0, REPEAT_SECONDS - 0.01) == 1
-    assert queue.ahead_of("young", 2.0, REPEAT_SECONDS) == 0
+    for number in range(MAX_OVERTAKEN):
+        assert queue.turn(f"young{number}", 2.0, 0.0) is not None
+    assert queue.turn("young", 2.0, REPEAT_SECONDS - 0.01) is None
+    assert queue.turn("young", 2.0, REPEAT_SECONDS) is not None
     assert len(queue) == 0

@@ -29,6 +29,7 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.spec.transfer import KvWireFormat
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
+from mmd_workers.basics.overtaking import MAX_OVERTAKEN
 from mmd_workers.decode.offer_queue import OfferQueue
 from mmd_workers.kv.chunks import recv_range
 from mmd_workers.kv.leases import LeaseTable
@@ -272,14 +273,18 @@ class DecodeService(SequenceOwner):
         # An offer made after the grant replaces it.
         self._drop_attempts(offer.request_id, offer.attempt)
         now = self._clock.now()
-        if ahead := self._queue.ahead_of(offer.request_id, offer.arrived, now):
+        if (turn := self._queue.turn(offer.request_id, offer.arrived, now)) is None:
             self._queue.join(offer.request_id, offer.arrived, now)
-            return refuse(OverloadedError.code, f"{ahead} older requests are waiting for KV blocks")
+            return refuse(
+                OverloadedError.code,
+                f"an older request waits for KV blocks and was passed by {MAX_OVERTAKEN} others; try another decode pod",
+            )
         try:
             cached = await self._engine.reserve(
                 sequence, offer.prompt_tokens, offer.max_tokens, offer.prefix, offer.companion_tokens
             )
         except MmdError as error:
+            turn.unused()
             if error.retryable:
                 self._queue.join(offer.request_id, offer.arrived, self._clock.now())
             return refuse(error.code, error.message)

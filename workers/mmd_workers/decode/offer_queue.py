@@ -1,20 +1,37 @@
-"""The queue of KV offers at a decode pod: the oldest request gets room first. Pure: time is an argument.
+"""The queue of KV offers at a decode pod: bounded overtaking by those who fit. Pure: time is an argument.
 
 Offers are refused and repeated, not held open. Without this record every free block would go to whichever request asks next, and
-a long request that was preempted might never find enough blocks free at once.
+a long request that was preempted might never find enough blocks free at once. A record that nobody may pass would instead let one
+large request keep all younger ones out.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmd_workers.basics.overtaking import next_in_line
 
 REPEAT_SECONDS = 1.0  # an offer not repeated for this long has gone elsewhere
 MAX_WAITING = 4096
 
 
+@dataclass(slots=True, eq=False)
+class WaitingOffer:
+    """A request refused a moment ago for lack of room, or one that asks for room now. Times are in seconds."""
+
+    request_id: str
+    arrived: float  # when its gateway received it
+    refused: float
+    overtaken: int = (
+        0  # younger requests that got room, or are asking for it, while this one was first in line
+    )
+
+
 class OfferQueue:
-    """Requests refused a moment ago for lack of room, by id, with the time at which their gateways received them."""
+    """Requests that wait for room, by id."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[float, float]] = {}  # arrival, last refusal
+        self._waiting: dict[str, WaitingOffer] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -22,20 +39,42 @@ class OfferQueue:
     def waiting(self, now: float) -> int:
         """The number of requests that wait here."""
         self._waiting = {
-            name: entry for name, entry in self._waiting.items() if now - entry[1] < REPEAT_SECONDS
+            name: offer for name, offer in self._waiting.items() if now - offer.refused < REPEAT_SECONDS
         }
         return len(self._waiting)
 
-    def ahead_of(self, request_id: str, arrived: float, now: float) -> int:
-        """The number of older requests that wait here."""
+    def turn(self, request_id: str, arrived: float, now: float) -> Turn | None:
+        """The turn of a request to ask the engine for room; None if it must wait behind the first in line.
+
+        The first in line counts as overtaken from now on, so simultaneous turns do not exceed the bound.
+        """
         self.waiting(now)
-        return sum((entry[0], name) < (arrived, request_id) for name, entry in self._waiting.items())
+        asking = self._waiting.get(request_id) or WaitingOffer(request_id, arrived, now)
+        others = [offer for name, offer in self._waiting.items() if name != request_id]
+        line = sorted([asking, *others], key=lambda offer: (offer.arrived, offer.request_id))
+        if next_in_line(line, lambda offer: offer is asking) is None:
+            return None
+        return Turn(None if line[0] is asking else line[0])
 
     def join(self, request_id: str, arrived: float, now: float) -> None:
         """Record that a request was refused now and is expected to ask again."""
-        if request_id in self._waiting or len(self._waiting) < MAX_WAITING:
-            self._waiting[request_id] = (arrived, now)
+        if (offer := self._waiting.get(request_id)) is not None:
+            offer.refused = now
+        elif len(self._waiting) < MAX_WAITING:
+            self._waiting[request_id] = WaitingOffer(request_id, arrived, now)
 
     def leave(self, request_id: str) -> None:
         """Forget a request that got its room, here or elsewhere, or has ended."""
         self._waiting.pop(request_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Permission to ask the engine for room, and the request passed by it, if any."""
+
+    passed: WaitingOffer | None
+
+    def unused(self) -> None:
+        """Record that no room was given: nobody was overtaken."""
+        if self.passed is not None:
+            self.passed.overtaken -= 1

@@ -18,7 +18,7 @@ class KvOffer:
     - `prompt_tokens`: tokens whose KV has to travel, outputs of earlier attempts included. 0: the offer is for the link alone, before a
       request needs it, and is granted without a lease.
     - `max_tokens`: tokens that may follow.
-    - `arrived`: Unix seconds; older requests get room first.
+    - `arrived`: Unix seconds; the oldest request that waits is passed by at most 16 others.
     - `prefix`: identities of the leading whole blocks.
     - `companion_tokens`: tokens of a companion, whose KV does not travel but takes room; 0: there is none.
     """
