@@ -298,6 +298,53 @@ def test_audio_has_exactly_the_samples_that_were_counted(codec, fmt, container, 
         assert np.corrcoef(source[middle], tone(true, rate)[middle])[0, 1] > 0.98  # nothing is shifted
 
 
+STREAMED = {
+    "sox, espeak-ng": 0x7FFFF000,
+    "arecord": 0x80000000,
+    "wavenc of GStreamer": 0x7FFF0000,
+    "ffmpeg": 0xFFFFFFFF,
+    "no size": 0,
+}
+
+
+@pytest.mark.parametrize("size", STREAMED.values(), ids=STREAMED)
+def test_a_wave_file_from_a_pipe_has_all_sound_up_to_its_end(size):
+    data = bytearray(audio_bytes(rate=16000, num_samples=8000))
+    at = data.index(b"data")
+    data[at + 4 : at + 8] = size.to_bytes(4, "little")
+    info = probe(bytes(data), "audio", POLICY)
+    assert info.num_samples == 8000
+    heard = decode_audio(bytes(data), info, 16000, 8000).waveform
+    np.testing.assert_allclose(heard, tone(8000, 16000), atol=1.01 / 32768)
+
+
+@pytest.mark.parametrize("rf64", ["never", "always"])
+def test_a_wave_file_that_lacks_sound_is_refused_with_the_missing_bytes(rf64):
+    out = io.BytesIO()
+    with av.open(out, "w", format="wav", options={"rf64": rf64}) as file:
+        stream = file.add_stream("pcm_s16le", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.ones((1, 8000), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 16000
+        file.mux(stream.encode(frame))
+    data = out.getvalue()
+    assert data[:4] == (b"RF64" if rf64 == "always" else b"RIFF")
+    assert probe(data, "audio", POLICY).num_samples == 8000
+    with pytest.raises(BadMediaError, match="truncated: 6000 bytes that its header declares"):
+        probe(data[:-6000], "audio", POLICY)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60, 100])
+def test_aac_that_ends_within_a_frame_has_the_frames_before(cut):
+    data = audio_bytes("aac", "fltp", "adts", 44100, 44100)
+    whole = probe(data, "audio", POLICY)
+    info = probe(data[:-cut], "audio", POLICY)
+    assert 0 < whole.num_samples - info.num_samples <= 2 * 1024
+    np.testing.assert_array_equal(
+        decode_audio(data[:-cut], info, 44100, info.num_samples).waveform,
+        decode_audio(data, whole, 44100, info.num_samples).waveform,
+    )
+
+
 def test_pcm_survives_to_the_last_bit_and_channels_are_averaged():
     left, right = tone(8000, 16000), tone(8000, 16000, 880)
     data = audio_bytes("pcm_f32le", "flt", "wav", 16000, waveform=np.stack([left, right]), layout="stereo")

@@ -127,7 +127,10 @@ def shown(name: str) -> dict[str, object]:
 
 def sound(name: str) -> dict[str, object]:
     rate, channels = map(int, probed(name, "a:0", "sample_rate,channels"))
-    raw = run("ffmpeg", "-v", "error", "-i", name, "-map", "0:a:0", "-ac", "1", "-f", "s16le", "-")
+    if name.endswith(".ogg"):  # FFmpeg miscounts the end of Vorbis
+        raw = run("oggdec", "-Q", "-R", "-o", "-", name)
+    else:
+        raw = run("ffmpeg", "-v", "error", "-i", name, "-map", "0:a:0", "-ac", "1", "-f", "s16le", "-")
     samples = np.frombuffer(raw, "<i2")
     if name.endswith(
         (".m4a", ".mp4")

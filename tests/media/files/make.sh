@@ -97,6 +97,7 @@ seconds=0.2 speech -r 8000 -b 8 -e unsigned telephone8.wav
 seconds=0.2 speech -r 8000 -e a-law a-law.wav
 seconds=0.2 speech -r 8000 -e mu-law mu-law.wav
 seconds=0.1 speech -r 16000 -b 16 sixteen.wav
+seconds=0.1 speech -r 16000 -b 16 -t wav - | cat > piped.wav
 seconds=0.05 speech -r 44100 -b 24 twenty-four.wav
 seconds=0.05 speech -r 11025 -b 32 thirty-two.wav
 seconds=0.02 speech -r 96000 -b 32 -e float float.wav
@@ -116,6 +117,9 @@ flac --silent -f "$work/96.wav" -o ninety-six.flac
 opusenc --quiet --bitrate 24 "$work/44.wav" speech.opus
 oggenc -Q -q 1 "$work/44.wav" -o vorbis.ogg
 $ffmpeg -i vorbis.ogg -c copy -bitexact vorbis.mkv
+seconds=0.3 speech -r 16000 -b 16 "$work/short.wav"
+oggenc -Q -q 0 "$work/short.wav" -o short.ogg  # on one page
+$ffmpeg -i "$work/short.wav" -c:a libvorbis -bitexact vorbis.mka
 $ffmpeg -i "$work/44.wav" -c:a aac -b:a 48k -bitexact speech.aac
 $ffmpeg -i "$work/44.wav" -c:a aac -b:a 48k -bitexact speech.m4a
 $ffmpeg -i "$work/11.wav" -c:a aac -b:a 24k -bitexact eleven.m4a

@@ -23,6 +23,7 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
+from mmd_workers.media.vorbis import BlockSizes
 
 # The policy limits pixels, checked before any pixel is decoded; Pillow's own limit would refuse or warn at another number.
 Image.MAX_IMAGE_PIXELS = None
@@ -75,6 +76,8 @@ MAX_DESCRIBING_CHUNKS = 256  # limit for the chunks of a PNG with text or EXIF
 MAX_SCANS = 100
 MAX_ITEMS = 1000  # libheif's limit for HEIC, applied to AVIF: the cells of a grid may share their bytes
 MAX_NAL_UNITS = 256  # limit for the units examined in a picture: files may hold any number, and empty ones
+LEAST_STREAMED_BYTES = 0x7FFF0000
+"""Least size in a WAVE header that stands for an unknown one: what programs write to a pipe, GStreamer the least of them."""
 _ORIENTATION = ExifTags.Base.Orientation
 _AVIF_BRANDS = frozenset({b"avif", b"avis"})
 _HEIF_BRANDS = frozenset(
@@ -292,6 +295,15 @@ def packets(opened: Any, stream: Any) -> Iterator[Any]:
     except IndexError:
         # All packets are read: PyAV fails at the end of a transport stream in which other streams appeared meanwhile.
         return
+
+
+def audio_packets(opened: Any, stream: Any) -> Iterator[Any]:
+    """Packets as `packets` returns them, except a last frame of AAC of which the file has only a part (ISO/IEC 13818-7, 6.2)."""
+    is_adts = opened.format.name == "aac"
+    for packet in packets(opened, stream):
+        head = bytes(memoryview(packet)[:6]) if is_adts and packet.size >= 6 else b""
+        if not (head[:1] == b"\xff" and packet.size < (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5):
+            yield packet
 
 
 @dataclass(slots=True)
@@ -538,12 +550,11 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
     codec = stream.codec_context
     rate, base = codec.sample_rate, stream.time_base
     coarse = base * rate > 1  # durations are rounded to more than a sample (Matroska)
-    # Its durations are trimmed already, and its first packet has no samples (Vorbis I, 4.3.8).
-    ogg_vorbis = codec.name == "vorbis" and not coarse
+    blocks = BlockSizes(bytes(codec.extradata or b"") if codec.name == "vorbis" else b"")
     total = ticks = skipped = count = 0
     first: int | None = None
-    end = 0
-    for packet in packets(opened, stream):
+    end = unplayed = 0
+    for packet in audio_packets(opened, stream):
         if packet.size == 0:
             continue
         count += 1
@@ -552,12 +563,16 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
         if packet.pts is not None:
             first = packet.pts if first is None else first
             end = max(end, packet.pts + (packet.duration or 0))
+        if count == 1 and packet.pts == 0 and is_ogg_vorbis(opened, stream):
+            unplayed = packet.duration or 0
         if packet.is_discard:
             continue
-        if ogg_vorbis and count == 1:
+        at_start, at_end = _trimmed(packet)
+        if blocks.is_known:
+            samples = blocks.samples(bytes(memoryview(packet)[:1]))
+            total += max(0, samples - at_start - max(0, at_end - unplayed))
             continue
-        if packet.has_sidedata("skip_samples") and not ogg_vorbis:
-            skipped += sum(struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples"))))
+        skipped += at_start + at_end
         if codec.name in ("opus", "libopus"):
             total += opus_samples(bytes(memoryview(packet)[:2]))
         elif (coarse or opened.format.name == "mpegts") and codec.frame_size:  # ticks of 90 kHz are truncated
@@ -570,14 +585,29 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
     return max(0, total + from_ticks - skipped)
 
 
+def is_ogg_vorbis(opened: Any, stream: Any) -> bool:
+    """Whether FFmpeg may cut too much off the end: in an Ogg it counts samples for the first packet of Vorbis, which has none."""
+    return bool(opened.format.name == "ogg" and stream.codec_context.name == "vorbis")
+
+
+def _trimmed(packet: Any) -> tuple[int, int]:
+    """Samples that the encoder marked to be cut from the beginning and the end of a packet."""
+    if not packet.has_sidedata("skip_samples"):
+        return 0, 0
+    at_start, at_end = struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
+    return at_start, at_end
+
+
 def wav_missing_bytes(data: bytes) -> int:
     """Missing bytes of the sound that a RIFF WAVE header announces; 0 for streams of unknown length."""
-    at = 12
+    at, size_of_rf64 = 12, 0
     while at + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, at)
+        if name == b"ds64" and at + 24 <= len(data):
+            size_of_rf64 = struct.unpack_from("<Q", data, at + 16)[0]
         if name == b"data":
-            streamed = data[:4] == b"RF64" or size in (0, 0xFFFFFFFF, 0x7FFFFFFF)
-            return 0 if streamed else max(0, at + 8 + size - len(data))
+            announced = size_of_rf64 if size == 0xFFFFFFFF else size if size < LEAST_STREAMED_BYTES else 0
+            return max(0, at + 8 + announced - len(data)) if announced < 1 << 63 else 0
         at += 8 + size + (size & 1)
     return 0
 

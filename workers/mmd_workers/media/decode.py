@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import av
@@ -331,7 +332,11 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
         stream = containers.audio_stream(opened)
         stream.codec_context.thread_count = 1
         to_float = av.AudioResampler(format="flt")  # PyAV reads only eight planes, and then other memory
-        frames = (frame for packet in containers.packets(opened, stream) for frame in packet.decode())
+        packets = containers.audio_packets(opened, stream)
+        frames: Iterator[Any] = (frame for packet in packets for frame in packet.decode())
+        if containers.is_ogg_vorbis(opened, stream):
+            stream.codec_context.flags2 |= av.codec.context.Flags2.skip_manual
+            frames = islice(frames, 1, None)  # the first one has no samples that are meant to be heard
         first = ""
         for frame in frames:
             first = first or frame.layout.name
