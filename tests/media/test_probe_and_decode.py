@@ -16,12 +16,13 @@ from PIL import Image, ImageOps
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.spec.media import AudioPolicy, ImagePolicy, MediaPolicy, VideoPolicy
-from mmd_workers.media import containers
+from mmd_workers.media import containers, pictures
 from mmd_workers.media import decode as decode_module
 from mmd_workers.media.decode import decode_audio, decode_image, decode_video
 from mmd_workers.media.probe import probe, resampled_num_samples
 from support.oracles.films import film
 
+from .field_pictures import field_video
 from .media_samples import (
     AUDIO_KINDS,
     VIDEO_KINDS,
@@ -113,6 +114,11 @@ def every_frame(data):
         return np.stack([frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)])
 
 
+def table_of(data, info):
+    with containers.open_av(data, info.container, packets_only=True) as opened:
+        return containers.video_table(opened, containers.video_stream(opened), 10_000)
+
+
 def drifting(i, w, h):
     """Noise that moves on by a pixel a frame: every picture is predicted from others, and none is like another."""
     noise = np.random.default_rng(0).integers(0, 255, (h, w + 60, 3), dtype=np.uint8)
@@ -139,6 +145,7 @@ def test_what_is_skipped_leaves_the_very_pixels_of_a_full_decode(options, contai
     info = probe(data, "video", POLICY)
     everything = every_frame(data)
     assert len(everything) == info.num_frames == 60
+    assert not table_of(data, info).misplaced
     rng = np.random.default_rng(1)
     some = [sorted(rng.choice(60, count, replace=False).tolist()) for count in (1, 2, 4, 8, 16, 32)]
     for wanted in ([30], [11, 13, 50], [59], list(range(0, 60, 4)), list(range(60)), *some):
@@ -170,11 +177,11 @@ def test_an_unwanted_and_unneeded_picture_is_not_even_looked_at():
 )
 def test_of_a_picture_with_a_million_empty_units_few_are_looked_at(picture, header, monkeypatch):
     looked = []
-    units = containers._nal_units
+    units = pictures.nal_units
     monkeypatch.setattr(
-        containers, "_nal_units", lambda *own: (looked.append(unit) or unit for unit in units(*own))
+        pictures, "nal_units", lambda *own: (looked.append(unit) or unit for unit in units(*own))
     )
-    assert list(containers._intra_slices(picture, header)) == []
+    assert list(pictures.intra_slices(picture, header)) == []
     assert 100 < len(looked) < 1000
 
 
@@ -252,6 +259,20 @@ def test_a_recording_that_begins_midway_has_all_decodable_frames(codec, options,
     np.testing.assert_array_equal(decode_video(data, info, everything).frames, expected)
     for index in (0, 1, info.num_frames // 2, info.num_frames - 1):
         np.testing.assert_array_equal(decode_video(data, info, [index]).frames[0], expected[index])
+
+
+@pytest.mark.parametrize("fields_a_packet", [1, 2])
+@pytest.mark.parametrize("container", ["mp4", "matroska", "mpegts", "avi"])
+def test_two_fields_are_one_frame(container, fields_a_packet):
+    data = field_video(container, 10, fields_a_packet)
+    expected = every_frame(data)
+    info = probe(data, "video", POLICY)
+    assert info.num_frames == len(expected) == 10
+    if container != "avi":  # its rate is that of the packets
+        assert info.fps == pytest.approx(25)
+    assert len({frame.mean() for frame in expected}) == 10
+    for wanted in (list(range(10)), [0, 4, 9], *([index] for index in range(10))):
+        np.testing.assert_array_equal(decode_video(data, info, wanted).frames, expected[wanted])
 
 
 def test_frames_hidden_by_an_edit_list_are_not_counted():

@@ -23,6 +23,7 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
+from mmd_workers.media import pictures
 from mmd_workers.media.vorbis import BlockSizes
 
 # The policy limits pixels, checked before any pixel is decoded; Pillow's own limit would refuse or warn at another number.
@@ -75,7 +76,6 @@ MAX_DESCRIBING_CHUNKS = 256  # limit for the chunks of a PNG with text or EXIF
 # Each scan of a JPEG is decoded over all its pixels and may have few bytes. Progressive files have about 10.
 MAX_SCANS = 100
 MAX_ITEMS = 1000  # libheif's limit for HEIC, applied to AVIF: the cells of a grid may share their bytes
-MAX_NAL_UNITS = 256  # limit for the units examined in a picture: files may hold any number, and empty ones
 LEAST_STREAMED_BYTES = 0x7FFF0000
 """Least size in a WAVE header that stands for an unknown one: what programs write to a pipe, GStreamer the least of them."""
 _ORIENTATION = ExifTags.Base.Orientation
@@ -311,7 +311,7 @@ class VideoTable:
     """The packets of a video in decode order. `time_base`: seconds per tick.
 
     `key`: decoding may begin here. `shown` is False if an edit list or the codec hides the frame, or if the file begins after a frame
-    it is predicted from.
+    it is predicted from. `completing`: the packet is the second field of the frame that the one before it began, and not shown either. `misplaced`: the times are right, but of other frames (`pictures.PictureOrder`).
     """
 
     codec: str
@@ -319,7 +319,9 @@ class VideoTable:
     pts: list[int | None]
     key: list[bool]
     shown: list[bool]
+    completing: list[bool]
     last_duration: int
+    misplaced: bool = False
 
     @property
     def num_frames(self) -> int:
@@ -339,29 +341,31 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
 
     AVI has packets in decode order and no timestamps; those that FFmpeg makes up are left out.
     """
-    table = VideoTable(stream.codec_context.name, stream.time_base, [], [], [], 0)
+    codec, header = stream.codec_context.name, bytes(stream.codec_context.extradata or b"")
+    table = VideoTable(codec, stream.time_base, [], [], [], [], 0)
     timed = opened.format.name != "avi"
-    vp8 = stream.codec_context.name == "vp8"
-    h264 = stream.codec_context.name == "h264"
-    header = bytes(stream.codec_context.extradata or b"") if h264 else b""
     beginning = _Beginning(stream.codec_context)
+    order = pictures.picture_order(codec, header)
     for packet in packets(opened, stream):
         if packet.size == 0:
             continue
+        picture = bytes(packet)
         # A VP8 packet may hold a reference frame that is never shown: bit 4 of the frame tag (RFC 6386, section 9.1).
-        hidden = (
-            beginning.drops(packet)
-            or packet.is_discard
-            or (vp8 and not bytes(memoryview(packet)[:1])[0] & 0x10)
-        )
+        hidden = beginning.drops(packet) or packet.is_discard or (codec == "vp8" and not picture[0] & 0x10)
+        completing = order.completes(picture, None if hidden else packet.pts)
         table.pts.append(packet.pts if timed else None)
-        # With gradual refresh (H.264, D.2.8) containers mark as key frames pictures that need some more after them.
-        table.key.append(packet.is_keyframe and (not h264 or all(_intra_slices(bytes(packet), header))))
-        table.shown.append(not hidden)
+        table.key.append(packet.is_keyframe and not completing and pictures.may_begin(codec, picture, header))
+        table.shown.append(not hidden and not completing)
+        table.completing.append(completing)
         table.last_duration = packet.duration or table.last_duration
         if len(table.pts) > max_packets:
             break
+    table.misplaced = order.misplaced
     return table
+
+
+_TYPED_LEADING = frozenset({"mpeg2video", "mpeg4"})
+"""Codecs whose pictures before the first key frame in presentation order are all B pictures, and precede others in decode order."""
 
 
 class _Beginning:
@@ -393,10 +397,20 @@ class _Beginning:
             self._refreshing = _recovery_frames(units) if self._codec == "h264" else 0
         if self._refreshing is not None:
             return self._refreshes(units, packet.pts, picture)
-        if packet.pts is None or self._first_shown_pts is None or packet.pts >= self._first_shown_pts:
-            self._over = True
-            return False
-        return self._codec != "hevc" or any(unit[0] >> 1 & 63 in (8, 9) for unit in units)
+        if self._is_leading(picture, units):
+            return True
+        at, first = packet.pts, self._first_shown_pts
+        if at is None:  # Matroska has no times before the first one
+            self._over = self._codec != "hevc"
+        else:
+            self._over = self._codec in _TYPED_LEADING or first is None or at >= first
+        return self._codec == "h264" and not self._over
+
+    def _is_leading(self, picture: bytes, units: list[bytes]) -> bool:
+        """Whether the type of a picture shows that it is predicted from one before the first key frame. Of H.264 its time shows it."""
+        if self._codec == "hevc":
+            return any(unit[0] >> 1 & 63 in (8, 9) for unit in units)
+        return pictures.is_bidirectional(self._codec, picture)
 
     def _refreshes(self, units: list[bytes], pts: int | None, picture: bytes) -> bool:
         """Whether this picture is still part of the refresh; otherwise it is the first shown one."""
@@ -419,7 +433,9 @@ class _Beginning:
         if self._codec not in ("h264", "hevc"):
             return []
         length_at = 4 if self._codec == "h264" else 21
-        units = islice(_nal_units(picture, self._header, length_at, SEI_BYTES), MAX_NAL_UNITS)
+        units = islice(
+            pictures.nal_units(picture, self._header, length_at, SEI_BYTES), pictures.MAX_NAL_UNITS
+        )
         return [unit for unit in units if unit]
 
 
@@ -434,7 +450,7 @@ def _recovery_frames(units: list[bytes]) -> int:
             size, at = _sei_number(messages, at)
             if kind == 6:
                 bits = "".join(f"{byte:08b}" for byte in messages[at : at + 8])
-                return max(0, _exp_golomb(bits, 0)[0])
+                return max(0, pictures.exp_golomb(bits, 0)[0])
             at += size
     return 0
 
@@ -450,41 +466,6 @@ def _sei_number(messages: bytes, at: int) -> tuple[int, int]:
 def _closed_gop(picture: bytes) -> bool:
     at = picture.find(b"\x00\x00\x01\xb8")
     return at >= 0 and len(picture) > at + 7 and bool(picture[at + 7] & 0x40)
-
-
-def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
-    """For each slice of a coded H.264 picture, whether it is predicted from itself alone (ITU-T H.264, 7.3.3 and table 7-6)."""
-    for unit in islice(_nal_units(picture, header), MAX_NAL_UNITS):
-        if unit and unit[0] & 0x1F in (1, 5):
-            bits = "".join(f"{byte:08b}" for byte in unit[1:])
-            _, at = _exp_golomb(bits, 0)  # first_mb_in_slice
-            slice_type, _ = _exp_golomb(bits, at)
-            yield slice_type % 5 in (2, 4)
-
-
-def _nal_units(picture: bytes, header: bytes, length_at: int = 4, most: int = 16) -> Iterator[bytes]:
-    """The first bytes, at most `most`, of each NAL unit of a picture.
-
-    Units follow lengths if the header is that of ISO/IEC 14496-15 (5.3.3 and 8.3.3), which has the size of a length at `length_at`;
-    otherwise they follow start codes.
-    """
-    if header[:1] != b"\x01" or len(header) <= length_at:
-        at = picture.find(b"\x00\x00\x01")
-        while at >= 0:
-            yield picture[at + 3 : at + 3 + most]
-            at = picture.find(b"\x00\x00\x01", at + 3)
-        return
-    at, size = 0, (header[length_at] & 3) + 1
-    while at + size < len(picture):
-        yield picture[at + size : at + size + most]
-        at += size + int.from_bytes(picture[at : at + size], "big")
-
-
-def _exp_golomb(bits: str, at: int) -> tuple[int, int]:
-    """An unsigned Exp-Golomb code (ITU-T H.264, 9.1) and the offset behind it; -1 if the bits run out."""
-    first_one = bits.find("1", at)
-    end = 2 * first_one - at + 1
-    return (int(bits[first_one:end], 2) - 1, end) if first_one >= 0 and end <= len(bits) else (-1, len(bits))
 
 
 _ORIENTATIONS = {  # EXIF orientation by the matrix (a b; c d) that maps the stored picture to the displayed one

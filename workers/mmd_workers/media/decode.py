@@ -160,7 +160,7 @@ def deliver(
 def pictures_decoded(info: MediumInfo, table: containers.VideoTable, wanted: Sequence[int]) -> int:
     """The most pictures that `deliver` would decode for these frames."""
     times = table.presentation()
-    if times is None or len(times) != info.num_frames:
+    if times is None or len(times) != info.num_frames or table.misplaced:
         return max(wanted) + 1
     runs = _runs(table, {times[index] for index in wanted})
     return sum(end - start + 1 for start, end in runs) or max(wanted) + 1
@@ -207,7 +207,7 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
     In H.264, pictures in between are decoded only if others are predicted from them.
     """
     times = table.presentation()
-    if times is None or len(times) != info.num_frames:
+    if times is None or len(times) != info.num_frames or table.misplaced:
         return False
     needed = {times[index]: index for index in writer.missing}
     runs = _runs(table, set(needed))
@@ -228,7 +228,7 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
             number += 1
             if number < run[0]:
                 continue
-            if skips:
+            if skips and not table.completing[number]:
                 decoder.skip_frame = "DEFAULT" if packet.pts in needed else "NONREF"
             frames = list(decoder.decode(packet))
             if number == run[1]:
@@ -258,7 +258,10 @@ def _runs(table: containers.VideoTable, needed: set[int]) -> list[tuple[int, int
         if at < 0 or keys[at][1] > number:
             return []
         start = keys[at][1]
-        runs[start] = max(runs.get(start, 0), number)
+        end = number
+        while table.completing[end + 1 : end + 2] == [True]:
+            end += 1
+        runs[start] = max(runs.get(start, 0), end)
     merged: list[tuple[int, int]] = []
     for start, end in sorted(runs.items()):
         if merged and start <= merged[-1][1]:
