@@ -12,7 +12,7 @@ import weakref
 import av
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.spec.media import AudioPolicy, ImagePolicy, MediaPolicy, VideoPolicy
@@ -27,6 +27,7 @@ from .media_samples import (
     AUDIO_KINDS,
     VIDEO_KINDS,
     audio_bytes,
+    frame_pixels,
     image_bytes,
     number_of,
     picture,
@@ -77,6 +78,30 @@ def test_of_an_animated_image_the_first_frame_counts(fmt):
         fmt, first, save_all=True, append_images=[Image.fromarray(second)], duration=100, **extra
     )
     np.testing.assert_array_equal(decode_image(data, probe(data, "image", POLICY)).pixels, first)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 95, "subsampling": 0}])
+def test_a_jpeg_may_lack_its_end_marker_but_no_pixels(options):
+    noise = np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)
+    data = image_bytes("JPEG", noise, **options)
+    info = probe(data, "image", POLICY)
+    whole = decode_image(data, info).pixels
+    for missing in (1, 2):
+        np.testing.assert_array_equal(decode_image(data[:-missing], info).pixels, whole)
+    for missing in (3, 10, len(data) // 2):
+        with pytest.raises(BadMediaError, match="truncated"):
+            decode_image(data[:-missing], info)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_texts_and_profiles_of_a_png_may_be_of_any_size(zipped):
+    texts = PngImagePlugin.PngInfo()
+    texts.add_text("drawing", "x" * 3_000_000, zip=zipped)
+    texts.add_itxt("workflow", "y" * 3_000_000, zip=zipped)
+    data = image_bytes("PNG", pnginfo=texts, icc_profile=bytes(2_000_000), orientation=6)
+    info = probe(data, "image", POLICY)
+    assert (info.width, info.height) == (48, 64)
+    np.testing.assert_array_equal(decode_image(data, info).pixels, np.rot90(picture(), k=-1))
 
 
 def test_a_one_pixel_image_and_an_image_with_transparency_are_rgb():
@@ -232,6 +257,35 @@ def test_a_track_is_turned_and_mirrored_by_its_matrix(matrix):
     shown[down - down.min(), across - across.min()] = stored
     assert (info.height, info.width) == shown.shape[:2]
     np.testing.assert_array_equal(decode_video(bytes(data), info, [0]).frames[0], shown)
+
+
+@pytest.mark.parametrize("track", [(1, 0, 0, 1), (-1, 0, 0, 1), (0, 1, -1, 0)])
+def test_the_matrix_of_a_movie_follows_that_of_its_track(track):
+    data = bytearray(video_bytes(frames=2, draw=lambda i, w, h: picture(w, h)))
+    for box, offset, (a, b, c, d) in ((b"tkhd", 44, track), (b"mvhd", 40, (0, 1, -1, 0))):
+        at = data.index(box) + offset
+        data[at : at + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    info = probe(bytes(data), "video", POLICY)
+    shown = every_frame(bytes(data))[0]
+    if track == (-1, 0, 0, 1):
+        shown = shown[:, ::-1]
+    quarters = 2 if track == (0, 1, -1, 0) else 1
+    np.testing.assert_array_equal(
+        decode_video(bytes(data), info, [0]).frames[0], np.rot90(shown, k=-quarters)
+    )
+    assert (info.height, info.width) == ((48, 64) if quarters == 2 else (64, 48))
+
+
+@pytest.mark.parametrize("packet_bytes", [188, 192, 204])
+def test_a_transport_stream_has_packets_of_three_sizes(packet_bytes):
+    timed = {"mpegts_m2ts_mode": "1"} if packet_bytes == 192 else {}
+    data = video_bytes(container="mpegts", mux=timed)
+    if packet_bytes == 204:  # with the check bytes of DVB, which receivers may keep
+        data = b"".join(data[at : at + 188] + bytes(16) for at in range(0, len(data), 188))
+    assert len(data) % packet_bytes == 0
+    info = probe(data, "video", POLICY)
+    assert (info.container, info.num_frames) == ("mpegts", 60)
+    assert [number_of(frame) for frame in decode_video(data, info, [0, 31, 59]).frames] == [0, 31, 59]
 
 
 @pytest.mark.parametrize("cut", [0, 40, 90])
@@ -453,6 +507,43 @@ def test_a_videos_sound_obeys_video_byte_and_sound_duration_limits():
         probe(data, "audio", MediaPolicy(video=VideoPolicy(max_bytes=1024)), of_video=True)
     with pytest.raises(BadMediaError, match=r"spec\.gateway\.media\.audio\.maxDurationSeconds"):
         probe(data, "audio", MediaPolicy(audio=AudioPolicy(max_duration_seconds=1)), of_video=True)
+
+
+def tracks(container, codec, lengths, flagged):
+    """Tracks of these numbers of frames or tenths of a second, of which one has the default flag."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=container) as file:
+        streams = [
+            file.add_stream(codec, rate=10)
+            if codec == "libx264"
+            else file.add_stream(codec, rate=16000, layout="mono", format="fltp")
+            for _ in lengths
+        ]
+        for number, stream in enumerate(streams):
+            stream.disposition = av.stream.Disposition.default if number == flagged else 0
+            if codec == "libx264":
+                stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number, (stream, length) in enumerate(zip(streams, lengths, strict=True)):
+            if codec == "libx264":
+                frames = [av.VideoFrame.from_ndarray(frame_pixels(number)) for _ in range(length)]
+            else:
+                frames = [av.AudioFrame.from_ndarray(tone(1600 * length, 16000)[None], "fltp", "mono")]
+                frames[0].sample_rate = 16000
+            for frame in [*frames, None]:
+                file.mux(stream.encode(frame))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("flagged", [0, 1, None])
+@pytest.mark.parametrize("container", ["mp4", "matroska", "mov"])
+def test_of_several_tracks_the_one_with_the_default_flag_counts(container, flagged):
+    film = tracks(container, "libx264", [5, 7, 9], flagged)
+    info = probe(film, "video", POLICY)
+    assert info.num_frames == [5, 7, 9][flagged or 0]
+    frames = decode_video(film, info, [0, info.num_frames - 1]).frames
+    assert [number_of(frame) for frame in frames] == [flagged or 0] * 2
+    sound = tracks(container, "aac", [5, 20, 30], flagged)
+    assert probe(sound, "audio", POLICY).duration_seconds == pytest.approx([0.5, 2, 3][flagged or 0], abs=0.1)
 
 
 def test_the_bytes_decide_what_a_medium_is():

@@ -10,7 +10,7 @@ import io
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -78,12 +78,18 @@ MAX_SCANS = 100
 MAX_ITEMS = 1000  # libheif's limit for HEIC, applied to AVIF: the cells of a grid may share their bytes
 LEAST_STREAMED_BYTES = 0x7FFF0000
 """Least size in a WAVE header that stands for an unknown one: what programs write to a pipe, GStreamer the least of them."""
+_DESCRIBING_KEYWORDS = (b"XML:com.adobe.xmp\0", b"Raw profile type ")
+_UNPACKED_CHUNKS = (b"zTXt", b"iTXt", b"iCCP")
+MIN_UNPACKED_BYTES = 512
+"""Least size of a chunk that may unpack to 1 MiB, Pillow's limit: zlib shrinks to a thousandth at most."""
 _ORIENTATION = ExifTags.Base.Orientation
 _AVIF_BRANDS = frozenset({b"avif", b"avis"})
 _HEIF_BRANDS = frozenset(
     {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"mif2", b"msf1"}
 )
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")  # JPEG markers with a segment; decoders skip lower ones
+_TRANSPORT_PACKETS = ((4, 192), (0, 204))
+"""Where the sync bytes (G) of longer packets of a transport stream are: behind a time (AVCHD, BDAV), or before check bytes (DVB)."""
 _QUICKTIME_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
@@ -116,6 +122,8 @@ def sniff(data: bytes) -> str | None:
         return "wav"
     if head[4:8] in _QUICKTIME_ATOMS:
         return _still_image(head) or "mp4"
+    if any(head[at::size][:3] == b"GGG" for at, size in _TRANSPORT_PACKETS):
+        return "mpegts"
     if head[:1] == b"\x47" and head[188:189] in (b"\x47", b""):
         return "mpegts"
     return DOCUMENT if b"%PDF-" in head[:1024] else _mpeg_audio(head)
@@ -158,6 +166,8 @@ def open_image(data: bytes, container: str) -> Image.Image:
         raise BadMediaError(
             f"the avif image has {items} items, more than {MAX_ITEMS}; re-encode it as one picture"
         )
+    if container == "png":
+        data = _without_texts(data)
     try:
         return Image.open(io.BytesIO(data), formats=(IMAGE_FORMATS[container],))
     except BROKEN_IMAGE as error:
@@ -210,13 +220,28 @@ def turned_by_pillow(image: Image.Image) -> bool:
     return isinstance(image, TiffImagePlugin.TiffImageFile) and _ORIENTATION in image.tag_v2
 
 
+def _without_texts(png: bytes) -> bytes:
+    """A PNG without compressed texts and profiles that Pillow may refuse for their size; they are no part of the picture."""
+    if not any(kind in png for kind in _UNPACKED_CHUNKS):
+        return png
+    kept, begin, at = [], 0, 8
+    while at + 12 <= len(png):
+        size = int.from_bytes(png[at : at + 4], "big")
+        if size >= MIN_UNPACKED_BYTES and png[at + 4 : at + 8] in _UNPACKED_CHUNKS:
+            kept.append(png[begin:at])
+            begin = at + 12 + size
+        at += 12 + size
+    return b"".join([*kept, png[begin:]])
+
+
 def _description(png: bytes) -> bytes:
     """A PNG with only the chunks that may have an orientation (PNG, third edition, 5.3), also those behind the pixels."""
     chunks, at = [png[:8]], 8
     while at + 12 <= len(png) and len(chunks) < MAX_DESCRIBING_CHUNKS:
         end = at + 12 + int.from_bytes(png[at : at + 4], "big")
         kind = png[at + 4 : at + 8]
-        if kind in (b"IHDR", b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+        is_text = kind in (b"tEXt", b"zTXt", b"iTXt") and png.startswith(_DESCRIBING_KEYWORDS, at + 8)
+        if kind in (b"IHDR", b"eXIf") or is_text:
             chunks.append(png[at:end])
         if kind == b"IEND":
             break
@@ -248,36 +273,44 @@ def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Itera
 
 
 def video_stream(opened: Any) -> Any:
-    """First video stream of a container; cover art is none.
+    """The video stream that a player shows: the first one with the default flag, or else the first; cover art is none.
 
     Raises:
         BadMediaError: there is no video stream.
     """
-    for stream in opened.streams.video:
-        if not stream.disposition & av.stream.Disposition.attached_pic and stream.codec_context is not None:
-            return _alone(opened, stream)
-    raise BadMediaError(
-        "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video"
-    )
+    cover = av.stream.Disposition.attached_pic
+    stream = _chosen(stream for stream in opened.streams.video if not stream.disposition & cover)
+    if stream is None:
+        raise BadMediaError(
+            "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video"
+        )
+    return _alone(opened, stream)
 
 
 def has_audio_stream(opened: Any) -> bool:
     """Whether `audio_stream` would find one."""
-    return any(stream.codec_context is not None for stream in opened.streams.audio)
+    return _chosen(opened.streams.audio) is not None
 
 
 def audio_stream(opened: Any) -> Any:
-    """First audio stream of a container.
+    """The audio stream that a player plays: the first one with the default flag, or else the first.
 
     Raises:
         BadMediaError: there is no audio stream.
     """
-    for stream in opened.streams.audio:
-        if stream.codec_context is not None:
-            return _alone(opened, stream)
-    raise BadMediaError(
-        "the file has no audio stream that can be decoded; send WAV, MP3, FLAC, Opus, Vorbis, AAC or AMR"
-    )
+    stream = _chosen(opened.streams.audio)
+    if stream is None:
+        raise BadMediaError(
+            "the file has no audio stream that can be decoded; send WAV, MP3, FLAC, Opus, Vorbis, AAC or AMR"
+        )
+    return _alone(opened, stream)
+
+
+def _chosen(streams: Iterable[Any]) -> Any:
+    """Of the streams that can be decoded, the first with the default flag, or else the first; None if there is none."""
+    decodable = [stream for stream in streams if stream.codec_context is not None]
+    flagged = (stream for stream in decodable if stream.disposition & av.stream.Disposition.default)
+    return next(flagged, decodable[0] if decodable else None)
 
 
 def _alone(opened: Any, stream: Any) -> Any:
@@ -481,22 +514,32 @@ _ORIENTATIONS = {  # EXIF orientation by the matrix (a b; c d) that maps the sto
 
 
 def track_orientation(data: bytes, container: str, track_id: int) -> int:
-    """EXIF orientation in which a player shows the frames of an ISO base media file, from the track header's matrix.
+    """EXIF orientation in which a player shows the frames of an ISO base media file, from the matrices of its track and its movie.
 
-    Source: ISO/IEC 14496-12, section 8.3.2. Other containers: 1.
+    Source: ISO/IEC 14496-12, sections 8.2.2 and 8.3.2. Other containers: 1.
     """
     if container != "mp4":
         return 1
     for moov_start, moov_end in _boxes(data, 0, len(data), b"moov"):
+        movie = next((_matrix(data, *box, 36) for box in _boxes(data, moov_start, moov_end, b"mvhd")), None)
         for trak_start, trak_end in _boxes(data, moov_start, moov_end, b"trak"):
             for start, end in _boxes(data, trak_start, trak_end, b"tkhd"):
-                wide = data[start] == 1
-                id_at, matrix_at = start + (20 if wide else 12), start + (52 if wide else 40)
-                if matrix_at + 36 > end or struct.unpack_from(">I", data, id_at)[0] != track_id:
+                id_at, matrix = start + (20 if data[start] == 1 else 12), _matrix(data, start, end, 40)
+                if matrix is None or struct.unpack_from(">I", data, id_at)[0] != track_id:
                     continue
-                a, b, _, c, d = struct.unpack_from(">5i", data, matrix_at)
-                return _ORIENTATIONS.get((*_direction(a, b), *_direction(c, d)), 1)
+                (a, b, c, d), (e, f, g, h) = matrix, movie or (1, 0, 0, 1)
+                shown = (*_direction(a * e + b * g, a * f + b * h), *_direction(c * e + d * g, c * f + d * h))
+                return _ORIENTATIONS.get(shown, 1)
     return 1
+
+
+def _matrix(data: bytes, start: int, end: int, at: int) -> tuple[int, int, int, int] | None:
+    """(a, b, c, d) of the matrix in a header box, `at` its offset in version 0 of the box; None if the box is too short."""
+    at += start + (12 if data[start] == 1 else 0)
+    if at + 36 > end:
+        return None
+    a, b, _, c, d = struct.unpack_from(">5i", data, at)
+    return a, b, c, d
 
 
 def _direction(x: int, y: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 import soxr
-from PIL import Image
+from PIL import Image, ImageChops
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_workers.media import containers, document
@@ -38,6 +38,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
+_JPEG_ENDS = (b"\xff\xd9", b"\x55" * 64 + b"\xff\xd9")
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF 6.0
 _FRONT = 0.5**0.5
 _WEIGHTS = {"FC": 1.0, "FL": _FRONT, "FR": _FRONT, "FLC": _FRONT, "FRC": _FRONT, "LFE": 0.0, "LFE2": 0.0}
@@ -67,8 +68,7 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
     image: Image.Image = containers.open_image(data, info.container)
     turn = None if info.container == "tiff" else _TURNS.get(containers.orientation(image, data))
     try:
-        image.load()  # also turns a TIFF
-        rgb = _rgb(image)
+        rgb = _rgb(_loaded(image, data))
     except containers.BROKEN_IMAGE as error:
         raise BadMediaError(
             f"the {info.container} image cannot be decoded ({error}); send a complete file"
@@ -83,6 +83,22 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
         out = np.empty(image_shape(info), np.uint8)
     out[...] = np.asarray(rgb)
     return DecodedImage(out)
+
+
+def _loaded(image: Image.Image, data: bytes) -> Image.Image:
+    """Decode the pixels of an opened image, and turn a TIFF. A JPEG may lack its end marker if all pixels are there: then
+    they do not depend on what follows the data.
+    """
+    try:
+        image.load()
+    except OSError:
+        if image.format != "JPEG":
+            raise
+        ended, garbled = (containers.open_image(data.rstrip(b"\xff") + end, "jpeg") for end in _JPEG_ENDS)
+        if ImageChops.difference(ended, garbled).getbbox() is not None:
+            raise
+        return ended
+    return image
 
 
 def _rgb(image: Image.Image) -> Image.Image:
