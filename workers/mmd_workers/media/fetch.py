@@ -98,9 +98,7 @@ def _data_url(url: str, limit: int, field: str) -> bytes:
                 f"the data is not valid base64 ({error}); encode the file's bytes again"
             ) from error
         if any(len(piece) % 3 for piece in pieces[:-1]):
-            raise FetchError(
-                "the data is not valid base64 (padding inside); encode the file's bytes again"
-            )
+            raise FetchError("the data is not valid base64 (padding inside); encode the file's bytes again")
     else:
         pieces = [_unquoted(piece) for piece in _pieces(url, begin)]
     data = b"".join(pieces)

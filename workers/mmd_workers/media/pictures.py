@@ -189,7 +189,8 @@ class _H264Order(PictureOrder):
         self._sequence_of: dict[int, int] = {}
         self._first_field: tuple[int, bool, bool] | None = None
         self._count = self._reference_count = self._idr_pictures = 0
-        self._last_order, self._last_pts = (0, 0), None
+        self._last_order = (0, 0)
+        self._last_pts: int | None = None
         self._times_step_back = self._counts_step_back = False
         for unit in _parameter_sets(header):
             self._learn(unit)

@@ -42,7 +42,8 @@ def _laced(headers: bytes) -> tuple[bytes, bytes]:
     """The first and the third of three headers; empty ones if the lacing is broken."""
     if headers[:1] != b"\x02":
         return b"", b""
-    sizes, at = [], 1
+    sizes: list[int] = []
+    at = 1
     while len(sizes) < 2 and at < len(headers):
         size = 0
         while headers[at : at + 1] == b"\xff":
@@ -60,7 +61,8 @@ def _block_flags(setup: bytes) -> list[int]:
     """
     tail = setup[-(MAX_MODES * _MODE_BITS // 8 + 8) :]
     bits = "".join(f"{byte:08b}"[::-1] for byte in tail)
-    at, flags, longest = bits.rfind("1"), [], 0
+    flags: list[int] = []
+    at, longest = bits.rfind("1"), 0
     while at >= _MODE_BITS + _COUNT_BITS and len(flags) < MAX_MODES:
         at -= _MODE_BITS
         types, mapping = bits[at + 1 : at + 33], int(bits[at + 33 : at + 41][::-1], 2)
