@@ -50,6 +50,8 @@ def _laced(headers: bytes) -> tuple[bytes, bytes]:
             size, at = size + 255, at + 1
         sizes.append(size + int.from_bytes(headers[at : at + 1], "big"))
         at += 1
+    if len(sizes) < 2:
+        return b"", b""
     return headers[at : at + sizes[0]], headers[at + sum(sizes) :]
 
 
