@@ -89,7 +89,7 @@ $ffmpeg -fflags +genpts -i h264.avi -c copy -bitexact copied.mkv
 $ffmpeg $test -s 128x96 -c:v h263p -g 8 -q:v 12 h263p.mkv
 $ffmpeg -ss 1.2 -i hevc.mkv -c copy -bitexact open.mkv
 for codec in mpeg2video mpeg4; do $ffmpeg $test -c:v $codec -bf 2 -g 6 -q:v 16 -sc_threshold 1000000000 -bitexact "$work/$codec.mkv"; done
-for container in mkv ts mp4; do $ffmpeg -ss 1.25 -i "$work/mpeg2video.mkv" -c copy -bitexact open-mpeg2.$container; done
+for container in mkv ts; do $ffmpeg -ss 1.25 -i "$work/mpeg2video.mkv" -c copy -bitexact open-mpeg2.$container; done
 $ffmpeg -ss 1.25 -i "$work/mpeg4.mkv" -c copy -bitexact open-mpeg4.mkv
 $ffmpeg -ss 0.35 -i h264.mp4 -c copy -bitexact edited.mp4
 $ffmpeg -ss 0.7 -i hevc.mkv -c copy -bitexact -copyinkf "$work/cut.mkv"

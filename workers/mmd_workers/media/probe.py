@@ -150,15 +150,13 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
         _check_pixels("video", width, height, policy)
         if stream.duration and (declared := float(stream.duration * stream.time_base)) > limit_seconds:
             raise _over("video", "seconds", declared, limit_seconds, "maxDurationSeconds")
-        # The index lacks frames that an edit list leaves out.
-        indexed = len(stream.index_entries) if container == "mp4" else 0
         max_packets = limit_seconds * MAX_SOURCE_FRAMES_PER_SECOND
         table = containers.video_table(opened, stream, max_packets)
         if len(table.pts) > max_packets:
             raise _over("video", "or more frames", len(table.pts), max_packets, "maxDurationSeconds")
-        if len(table.pts) < indexed - 1:
+        if container == "mp4" and len(table.pts) < stream.frames - 1:
             raise BadMediaError(
-                f"the video is truncated: its index declares {indexed} frames, but only {len(table.pts)} are present; send the complete file"
+                f"the video is truncated: its index declares {stream.frames} frames, but only {len(table.pts)} are present; send the complete file"
             )
         num_frames = table.num_frames
         if num_frames == 0:
