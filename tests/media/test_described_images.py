@@ -10,12 +10,14 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media.containers import MAX_DESCRIBING_CHUNKS, _recovery_frames
 from mmd_workers.media.decode import decode_image
 from mmd_workers.media.probe import probe
+
+from .media_samples import image_bytes
 
 POLICY = MediaPolicy()
 WHITE_IS_ZERO, BITS, PHOTOMETRIC = 0, 258, 262
@@ -35,6 +37,49 @@ def test_an_animated_png_is_turned_as_its_exif_says(frames: int) -> None:
         turned = np.asarray(ImageOps.exif_transpose(expected).convert("RGB"))
     assert turned.shape == (6, 4, 3)
     assert np.array_equal(decoded(file.getvalue()), turned)
+
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+def raw_profile(zipped: bool) -> PngImagePlugin.PngInfo:
+    """EXIF as older releases of ImageMagick write it into a PNG."""
+    exif, texts = Image.Exif(), PngImagePlugin.PngInfo()
+    exif[0x0112] = 6
+    body = exif.tobytes()
+    texts.add_text("Raw profile type exif", f"\nexif\n{len(body):8d}\n{body.hex()}\n", zip=zipped)
+    return texts
+
+
+def exif_behind_pixels() -> bytes:
+    data = image_bytes("PNG", orientation=6)
+    at, end = data.index(b"eXIf") - 4, data.index(b"IEND") - 4
+    after = at + 12 + int.from_bytes(data[at : at + 4], "big")
+    return data[:at] + data[after:end] + data[at:after] + data[end:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(image_bytes("JPEG", xmp=XMP), id="XMP of JPEG"),
+        pytest.param(image_bytes("WEBP", xmp=XMP, lossless=True), id="XMP of WebP"),
+        pytest.param(image_bytes("PNG", pnginfo=raw_profile(False)), id="raw profile"),
+        pytest.param(image_bytes("PNG", pnginfo=raw_profile(True)), id="compressed raw profile"),
+        pytest.param(exif_behind_pixels(), id="EXIF behind the pixels"),
+    ],
+)
+def test_an_image_is_turned_wherever_its_orientation_is(data: bytes) -> None:
+    info = probe(data, "image", POLICY)
+    with Image.open(io.BytesIO(data)) as stored:
+        expected = np.rot90(np.asarray(stored.convert("RGB")), k=-1)
+    assert (info.width, info.height) == (48, 64)
+    assert np.array_equal(decoded(data), expected)
+
+
+def test_grey_of_16_bits_with_a_transparent_value_keeps_its_upper_8() -> None:
+    grey, file = np.linspace(0, 65535, 256).astype(np.uint16)[None].repeat(4, 0), io.BytesIO()
+    Image.fromarray(grey).save(file, "PNG", transparency=257)
+    assert np.array_equal(decoded(file.getvalue())[..., 0], grey >> 8)
 
 
 def test_endless_png_texts_are_not_all_read_and_hide_no_exif() -> None:

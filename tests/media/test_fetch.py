@@ -228,7 +228,8 @@ async def test_redirects_are_followed_three_times_and_no_more():
         ("http://exa mple.org\x00/", "invalid URL|cannot be resolved"),
         ("data:image/png;base64", "no comma"),
         ("data:image/png;base64,####", "base64"),
-        ("data:image/png;base64,AAA", "base64"),
+        ("data:image/png;base64,AAAAA", "base64"),
+        ("data:image/png;base64,A=A=", "base64"),
         ("data:text/plain,%zz", "percent"),
         ("data:text/plain,\u00e9", "percent"),
         ("data:" + "a" * 9000 + ",", "no comma"),
@@ -256,6 +257,23 @@ def test_base64_is_decoded_wherever_cut_and_padded_only_at_its_end(data, quads):
         if text.endswith("="):
             with pytest.raises(FetchError, match="base64"):
                 fetch_module._data_url("data:;base64," + text + text, 1 << 20, "f")
+
+
+@given(st.binary(), st.integers(1, 9))
+def test_base64_may_be_in_lines_of_the_alphabet_of_urls_and_unpadded(data, quads):
+    plain, of_urls = base64.b64encode(data).decode(), base64.urlsafe_b64encode(data).decode()
+    lines = base64.encodebytes(data).decode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch_module, "PIECE_CHARACTERS", 4 * quads)
+        for text in (
+            of_urls,
+            of_urls.rstrip("="),
+            plain.rstrip("="),
+            lines,
+            lines.replace("\n", "\r\n"),
+            f" {plain}\n",
+        ):
+            assert fetch_module._data_url("data:;base64," + text, 1 << 20, "f") == data
 
 
 async def test_data_urls_are_decoded_and_bounded():

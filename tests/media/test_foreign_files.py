@@ -157,8 +157,6 @@ def test_a_sound_has_the_samples_that_ffmpeg_reads(name: str) -> None:
     rounded = (
         info.sample_rate_hz // 1000 if suffix(name) in ("m4a", "mp4") else 0
     )  # its edit list may count milliseconds
-    if name == "vorbis.mkv":  # whose packets are of many lengths, and their times are rounded
-        rounded = 3 + info.sample_rate_hz // 100
     assert 0 <= info.num_samples - expected["samples"] <= rounded
     waveform = decode_audio(read(name), info, info.sample_rate_hz, info.num_samples).waveform
     at = np.linspace(0, expected["samples"] - 1, len(expected["points"])).astype(int)

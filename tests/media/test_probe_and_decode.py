@@ -12,20 +12,22 @@ import weakref
 import av
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.spec.media import AudioPolicy, ImagePolicy, MediaPolicy, VideoPolicy
-from mmd_workers.media import containers
+from mmd_workers.media import containers, pictures
 from mmd_workers.media import decode as decode_module
 from mmd_workers.media.decode import decode_audio, decode_image, decode_video
 from mmd_workers.media.probe import probe, resampled_num_samples
 from support.oracles.films import film
 
+from .field_pictures import field_video
 from .media_samples import (
     AUDIO_KINDS,
     VIDEO_KINDS,
     audio_bytes,
+    frame_pixels,
     image_bytes,
     number_of,
     picture,
@@ -78,6 +80,30 @@ def test_of_an_animated_image_the_first_frame_counts(fmt):
     np.testing.assert_array_equal(decode_image(data, probe(data, "image", POLICY)).pixels, first)
 
 
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 95, "subsampling": 0}])
+def test_a_jpeg_may_lack_its_end_marker_but_no_pixels(options):
+    noise = np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8)
+    data = image_bytes("JPEG", noise, **options)
+    info = probe(data, "image", POLICY)
+    whole = decode_image(data, info).pixels
+    for missing in (1, 2):
+        np.testing.assert_array_equal(decode_image(data[:-missing], info).pixels, whole)
+    for missing in (3, 10, len(data) // 2):
+        with pytest.raises(BadMediaError, match="truncated"):
+            decode_image(data[:-missing], info)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_texts_and_profiles_of_a_png_may_be_of_any_size(zipped):
+    texts = PngImagePlugin.PngInfo()
+    texts.add_text("drawing", "x" * 3_000_000, zip=zipped)
+    texts.add_itxt("workflow", "y" * 3_000_000, zip=zipped)
+    data = image_bytes("PNG", pnginfo=texts, icc_profile=bytes(2_000_000), orientation=6)
+    info = probe(data, "image", POLICY)
+    assert (info.width, info.height) == (48, 64)
+    np.testing.assert_array_equal(decode_image(data, info).pixels, np.rot90(picture(), k=-1))
+
+
 def test_a_one_pixel_image_and_an_image_with_transparency_are_rgb():
     for mode, size in (("L", (1, 1)), ("RGBA", (9, 5)), ("P", (7, 7)), ("CMYK", (8, 8))):
         out = io.BytesIO()
@@ -113,6 +139,11 @@ def every_frame(data):
         return np.stack([frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)])
 
 
+def table_of(data, info):
+    with containers.open_av(data, info.container, packets_only=True) as opened:
+        return containers.video_table(opened, containers.video_stream(opened), 10_000)
+
+
 def drifting(i, w, h):
     """Noise that moves on by a pixel a frame: every picture is predicted from others, and none is like another."""
     noise = np.random.default_rng(0).integers(0, 255, (h, w + 60, 3), dtype=np.uint8)
@@ -139,6 +170,7 @@ def test_what_is_skipped_leaves_the_very_pixels_of_a_full_decode(options, contai
     info = probe(data, "video", POLICY)
     everything = every_frame(data)
     assert len(everything) == info.num_frames == 60
+    assert not table_of(data, info).misplaced
     rng = np.random.default_rng(1)
     some = [sorted(rng.choice(60, count, replace=False).tolist()) for count in (1, 2, 4, 8, 16, 32)]
     for wanted in ([30], [11, 13, 50], [59], list(range(0, 60, 4)), list(range(60)), *some):
@@ -170,11 +202,11 @@ def test_an_unwanted_and_unneeded_picture_is_not_even_looked_at():
 )
 def test_of_a_picture_with_a_million_empty_units_few_are_looked_at(picture, header, monkeypatch):
     looked = []
-    units = containers._nal_units
+    units = pictures.nal_units
     monkeypatch.setattr(
-        containers, "_nal_units", lambda *own: (looked.append(unit) or unit for unit in units(*own))
+        pictures, "nal_units", lambda *own: (looked.append(unit) or unit for unit in units(*own))
     )
-    assert list(containers._intra_slices(picture, header)) == []
+    assert list(pictures.intra_slices(picture, header)) == []
     assert 100 < len(looked) < 1000
 
 
@@ -227,6 +259,35 @@ def test_a_track_is_turned_and_mirrored_by_its_matrix(matrix):
     np.testing.assert_array_equal(decode_video(bytes(data), info, [0]).frames[0], shown)
 
 
+@pytest.mark.parametrize("track", [(1, 0, 0, 1), (-1, 0, 0, 1), (0, 1, -1, 0)])
+def test_the_matrix_of_a_movie_follows_that_of_its_track(track):
+    data = bytearray(video_bytes(frames=2, draw=lambda i, w, h: picture(w, h)))
+    for box, offset, (a, b, c, d) in ((b"tkhd", 44, track), (b"mvhd", 40, (0, 1, -1, 0))):
+        at = data.index(box) + offset
+        data[at : at + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    info = probe(bytes(data), "video", POLICY)
+    shown = every_frame(bytes(data))[0]
+    if track == (-1, 0, 0, 1):
+        shown = shown[:, ::-1]
+    quarters = 2 if track == (0, 1, -1, 0) else 1
+    np.testing.assert_array_equal(
+        decode_video(bytes(data), info, [0]).frames[0], np.rot90(shown, k=-quarters)
+    )
+    assert (info.height, info.width) == ((48, 64) if quarters == 2 else (64, 48))
+
+
+@pytest.mark.parametrize("packet_bytes", [188, 192, 204])
+def test_a_transport_stream_has_packets_of_three_sizes(packet_bytes):
+    timed = {"mpegts_m2ts_mode": "1"} if packet_bytes == 192 else {}
+    data = video_bytes(container="mpegts", mux=timed)
+    if packet_bytes == 204:  # with the check bytes of DVB, which receivers may keep
+        data = b"".join(data[at : at + 188] + bytes(16) for at in range(0, len(data), 188))
+    assert len(data) % packet_bytes == 0
+    info = probe(data, "video", POLICY)
+    assert (info.container, info.num_frames) == ("mpegts", 60)
+    assert [number_of(frame) for frame in decode_video(data, info, [0, 31, 59]).frames] == [0, 31, 59]
+
+
 @pytest.mark.parametrize("cut", [0, 40, 90])
 @pytest.mark.parametrize(
     ("codec", "options"),
@@ -252,6 +313,20 @@ def test_a_recording_that_begins_midway_has_all_decodable_frames(codec, options,
     np.testing.assert_array_equal(decode_video(data, info, everything).frames, expected)
     for index in (0, 1, info.num_frames // 2, info.num_frames - 1):
         np.testing.assert_array_equal(decode_video(data, info, [index]).frames[0], expected[index])
+
+
+@pytest.mark.parametrize("fields_a_packet", [1, 2])
+@pytest.mark.parametrize("container", ["mp4", "matroska", "mpegts", "avi"])
+def test_two_fields_are_one_frame(container, fields_a_packet):
+    data = field_video(container, 10, fields_a_packet)
+    expected = every_frame(data)
+    info = probe(data, "video", POLICY)
+    assert info.num_frames == len(expected) == 10
+    if container != "avi":  # its rate is that of the packets
+        assert info.fps == pytest.approx(25)
+    assert len({frame.mean() for frame in expected}) == 10
+    for wanted in (list(range(10)), [0, 4, 9], *([index] for index in range(10))):
+        np.testing.assert_array_equal(decode_video(data, info, wanted).frames, expected[wanted])
 
 
 def test_frames_hidden_by_an_edit_list_are_not_counted():
@@ -296,6 +371,53 @@ def test_audio_has_exactly_the_samples_that_were_counted(codec, fmt, container, 
     if container not in ("adts",):
         middle = slice(rate // 2, rate)
         assert np.corrcoef(source[middle], tone(true, rate)[middle])[0, 1] > 0.98  # nothing is shifted
+
+
+STREAMED = {
+    "sox, espeak-ng": 0x7FFFF000,
+    "arecord": 0x80000000,
+    "wavenc of GStreamer": 0x7FFF0000,
+    "ffmpeg": 0xFFFFFFFF,
+    "no size": 0,
+}
+
+
+@pytest.mark.parametrize("size", STREAMED.values(), ids=STREAMED)
+def test_a_wave_file_from_a_pipe_has_all_sound_up_to_its_end(size):
+    data = bytearray(audio_bytes(rate=16000, num_samples=8000))
+    at = data.index(b"data")
+    data[at + 4 : at + 8] = size.to_bytes(4, "little")
+    info = probe(bytes(data), "audio", POLICY)
+    assert info.num_samples == 8000
+    heard = decode_audio(bytes(data), info, 16000, 8000).waveform
+    np.testing.assert_allclose(heard, tone(8000, 16000), atol=1.01 / 32768)
+
+
+@pytest.mark.parametrize("rf64", ["never", "always"])
+def test_a_wave_file_that_lacks_sound_is_refused_with_the_missing_bytes(rf64):
+    out = io.BytesIO()
+    with av.open(out, "w", format="wav", options={"rf64": rf64}) as file:
+        stream = file.add_stream("pcm_s16le", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.ones((1, 8000), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 16000
+        file.mux(stream.encode(frame))
+    data = out.getvalue()
+    assert data[:4] == (b"RF64" if rf64 == "always" else b"RIFF")
+    assert probe(data, "audio", POLICY).num_samples == 8000
+    with pytest.raises(BadMediaError, match="truncated: 6000 bytes that its header declares"):
+        probe(data[:-6000], "audio", POLICY)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60, 100])
+def test_aac_that_ends_within_a_frame_has_the_frames_before(cut):
+    data = audio_bytes("aac", "fltp", "adts", 44100, 44100)
+    whole = probe(data, "audio", POLICY)
+    info = probe(data[:-cut], "audio", POLICY)
+    assert 0 < whole.num_samples - info.num_samples <= 2 * 1024
+    np.testing.assert_array_equal(
+        decode_audio(data[:-cut], info, 44100, info.num_samples).waveform,
+        decode_audio(data, whole, 44100, info.num_samples).waveform,
+    )
 
 
 def test_pcm_survives_to_the_last_bit_and_channels_are_averaged():
@@ -385,6 +507,43 @@ def test_a_videos_sound_obeys_video_byte_and_sound_duration_limits():
         probe(data, "audio", MediaPolicy(video=VideoPolicy(max_bytes=1024)), of_video=True)
     with pytest.raises(BadMediaError, match=r"spec\.gateway\.media\.audio\.maxDurationSeconds"):
         probe(data, "audio", MediaPolicy(audio=AudioPolicy(max_duration_seconds=1)), of_video=True)
+
+
+def tracks(container, codec, lengths, flagged):
+    """Tracks of these numbers of frames or tenths of a second, of which one has the default flag."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=container) as file:
+        streams = [
+            file.add_stream(codec, rate=10)
+            if codec == "libx264"
+            else file.add_stream(codec, rate=16000, layout="mono", format="fltp")
+            for _ in lengths
+        ]
+        for number, stream in enumerate(streams):
+            stream.disposition = av.stream.Disposition.default if number == flagged else 0
+            if codec == "libx264":
+                stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number, (stream, length) in enumerate(zip(streams, lengths, strict=True)):
+            if codec == "libx264":
+                frames = [av.VideoFrame.from_ndarray(frame_pixels(number)) for _ in range(length)]
+            else:
+                frames = [av.AudioFrame.from_ndarray(tone(1600 * length, 16000)[None], "fltp", "mono")]
+                frames[0].sample_rate = 16000
+            for frame in [*frames, None]:
+                file.mux(stream.encode(frame))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("flagged", [0, 1, None])
+@pytest.mark.parametrize("container", ["mp4", "matroska", "mov"])
+def test_of_several_tracks_the_one_with_the_default_flag_counts(container, flagged):
+    film = tracks(container, "libx264", [5, 7, 9], flagged)
+    info = probe(film, "video", POLICY)
+    assert info.num_frames == [5, 7, 9][flagged or 0]
+    frames = decode_video(film, info, [0, info.num_frames - 1]).frames
+    assert [number_of(frame) for frame in frames] == [flagged or 0] * 2
+    sound = tracks(container, "aac", [5, 20, 30], flagged)
+    assert probe(sound, "audio", POLICY).duration_seconds == pytest.approx([0.5, 2, 3][flagged or 0], abs=0.1)
 
 
 def test_the_bytes_decide_what_a_medium_is():

@@ -438,6 +438,25 @@ async def test_media_are_counted_identified_held_for_encoders_and_let_go(launch:
     await gateway.until_metric("mmd_gateway_media_items", 0)
 
 
+async def test_base64_is_read_as_encoders_write_it(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    plain = base64.b64encode(wav()).decode()
+    texts = [
+        plain,
+        base64.encodebytes(wav()).decode(),
+        base64.encodebytes(wav()).decode().replace("\n", "\r\n"),
+        base64.urlsafe_b64encode(wav()).decode().rstrip("="),
+        url("audio/wav", wav()),
+    ]
+    parts = [{"type": "input_audio", "input_audio": {"data": text, "format": "wav"}} for text in texts]
+    parts += [{"type": "input_file", "file_data": text} for text in texts]
+    await gateway.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
+    features = worker.requests[0].features
+    assert len(features) == len(parts)
+    assert len({feature.feature_id for feature in features}) == 1
+
+
 def film(**choice: Any) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url("video/mp4", mp4())}, **choice}
 

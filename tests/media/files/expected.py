@@ -19,6 +19,8 @@ UPRIGHT = {  # of which ImageMagick 6 and avifdec do not know
     "turned.avif": ["-rotate", "90"],
     "xmp.png": ["-rotate", "270"],
 }
+MISTIMED = {"packed.mkv", "unpacked.mp4", "copied.mp4", "copied.mkv"}
+"""Whose times are those of decoding."""
 COLUMNS, ROWS, POINTS = 4, 3, 24
 
 
@@ -112,14 +114,14 @@ def video(name: str) -> dict[str, object]:
 
 
 def shown(name: str) -> dict[str, object]:
-    """Which frames are key frames, and the seconds of each after the first one; of AVI, which has no timestamps, none."""
+    """Which frames are key frames, and the seconds of each after the first one; of files without true timestamps, none."""
     entries = "frame=key_frame,best_effort_timestamp_time"
     listed = run(
         "ffprobe", "-v", "error", "-select_streams", "v:0", "-show_entries", entries, "-of", "json", name
     )
     frames = json.loads(listed)["frames"]
     keys = [number for number, frame in enumerate(frames) if frame["key_frame"]]
-    if name.endswith(".avi"):
+    if name.endswith(".avi") or name in MISTIMED:
         return {"keys": keys}
     seconds = [float(frame["best_effort_timestamp_time"]) for frame in frames]
     return {"keys": keys, "seconds": [round(at - seconds[0], 3) for at in seconds]}
@@ -127,7 +129,10 @@ def shown(name: str) -> dict[str, object]:
 
 def sound(name: str) -> dict[str, object]:
     rate, channels = map(int, probed(name, "a:0", "sample_rate,channels"))
-    raw = run("ffmpeg", "-v", "error", "-i", name, "-map", "0:a:0", "-ac", "1", "-f", "s16le", "-")
+    if name.endswith(".ogg"):  # FFmpeg miscounts the end of Vorbis
+        raw = run("oggdec", "-Q", "-R", "-o", "-", name)
+    else:
+        raw = run("ffmpeg", "-v", "error", "-i", name, "-map", "0:a:0", "-ac", "1", "-f", "s16le", "-")
     samples = np.frombuffer(raw, "<i2")
     if name.endswith(
         (".m4a", ".mp4")

@@ -80,6 +80,17 @@ $ffmpeg -i variable.mp4 -c copy -bitexact variable.mkv
 $ffmpeg -i h264.mp4 -c copy -bitexact -metadata:s:v rotate=90 turned.mp4
 $ffmpeg -f lavfi -i testsrc=s=64x64:r=20:d=1.2 -vf interlace -pix_fmt yuv420p -bitexact $x264 -flags +ildct+ilme -top 1 interlaced.mp4
 $ffmpeg -f lavfi -i testsrc=s=64x64:r=50:d=0.48 -vf interlace -pix_fmt yuv420p -bitexact -c:v mpeg2video -flags +ildct+ilme -q:v 12 interlaced.ts
+# copied and cut without encoding
+$ffmpeg $test -vf noise=alls=30:allf=t -c:v libxvid -bf 2 -g 5 -q:v 14 "$work/packed.avi"
+$ffmpeg -fflags +genpts -i "$work/packed.avi" -c copy -bitexact packed.mkv
+$ffmpeg -i "$work/packed.avi" -c copy -bitexact -bsf:v mpeg4_unpack_bframes unpacked.mp4
+$ffmpeg -i h264.avi -c copy -bitexact copied.mp4
+$ffmpeg -fflags +genpts -i h264.avi -c copy -bitexact copied.mkv
+$ffmpeg $test -s 128x96 -c:v h263p -g 8 -q:v 12 h263p.mkv
+$ffmpeg -ss 1.2 -i hevc.mkv -c copy -bitexact open.mkv
+for codec in mpeg2video mpeg4; do $ffmpeg $test -c:v $codec -bf 2 -g 6 -q:v 16 -sc_threshold 1000000000 -bitexact "$work/$codec.mkv"; done
+for container in mkv ts; do $ffmpeg -ss 1.25 -i "$work/mpeg2video.mkv" -c copy -bitexact open-mpeg2.$container; done
+$ffmpeg -ss 1.25 -i "$work/mpeg4.mkv" -c copy -bitexact open-mpeg4.mkv
 $ffmpeg -ss 0.35 -i h264.mp4 -c copy -bitexact edited.mp4
 $ffmpeg -ss 0.7 -i hevc.mkv -c copy -bitexact -copyinkf "$work/cut.mkv"
 tail -c +$((188 * 17 + 1)) h264.ts > joined-late.ts
@@ -97,6 +108,7 @@ seconds=0.2 speech -r 8000 -b 8 -e unsigned telephone8.wav
 seconds=0.2 speech -r 8000 -e a-law a-law.wav
 seconds=0.2 speech -r 8000 -e mu-law mu-law.wav
 seconds=0.1 speech -r 16000 -b 16 sixteen.wav
+seconds=0.1 speech -r 16000 -b 16 -t wav - | cat > piped.wav
 seconds=0.05 speech -r 44100 -b 24 twenty-four.wav
 seconds=0.05 speech -r 11025 -b 32 thirty-two.wav
 seconds=0.02 speech -r 96000 -b 32 -e float float.wav
@@ -116,6 +128,9 @@ flac --silent -f "$work/96.wav" -o ninety-six.flac
 opusenc --quiet --bitrate 24 "$work/44.wav" speech.opus
 oggenc -Q -q 1 "$work/44.wav" -o vorbis.ogg
 $ffmpeg -i vorbis.ogg -c copy -bitexact vorbis.mkv
+seconds=0.3 speech -r 16000 -b 16 "$work/short.wav"
+oggenc -Q -q 0 "$work/short.wav" -o short.ogg  # on one page
+$ffmpeg -i "$work/short.wav" -c:a libvorbis -bitexact vorbis.mka
 $ffmpeg -i "$work/44.wav" -c:a aac -b:a 48k -bitexact speech.aac
 $ffmpeg -i "$work/44.wav" -c:a aac -b:a 48k -bitexact speech.m4a
 $ffmpeg -i "$work/11.wav" -c:a aac -b:a 24k -bitexact eleven.m4a

@@ -10,7 +10,7 @@ import io
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,6 +23,8 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
+from mmd_workers.media import pictures
+from mmd_workers.media.vorbis import BlockSizes
 
 # The policy limits pixels, checked before any pixel is decoded; Pillow's own limit would refuse or warn at another number.
 Image.MAX_IMAGE_PIXELS = None
@@ -74,13 +76,20 @@ MAX_DESCRIBING_CHUNKS = 256  # limit for the chunks of a PNG with text or EXIF
 # Each scan of a JPEG is decoded over all its pixels and may have few bytes. Progressive files have about 10.
 MAX_SCANS = 100
 MAX_ITEMS = 1000  # libheif's limit for HEIC, applied to AVIF: the cells of a grid may share their bytes
-MAX_NAL_UNITS = 256  # limit for the units examined in a picture: files may hold any number, and empty ones
+LEAST_STREAMED_BYTES = 0x7FFF0000
+"""Least size in a WAVE header that stands for an unknown one: what programs write to a pipe, GStreamer the least of them."""
+_DESCRIBING_KEYWORDS = (b"XML:com.adobe.xmp\0", b"Raw profile type ")
+_UNPACKED_CHUNKS = (b"zTXt", b"iTXt", b"iCCP")
+MIN_UNPACKED_BYTES = 512
+"""Least size of a chunk that may unpack to 1 MiB, Pillow's limit: zlib shrinks to a thousandth at most."""
 _ORIENTATION = ExifTags.Base.Orientation
 _AVIF_BRANDS = frozenset({b"avif", b"avis"})
 _HEIF_BRANDS = frozenset(
     {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"mif2", b"msf1"}
 )
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")  # JPEG markers with a segment; decoders skip lower ones
+_TRANSPORT_PACKETS = ((4, 192), (0, 204))
+"""Where the sync bytes (G) of longer packets of a transport stream are: behind a time (AVCHD, BDAV), or before check bytes (DVB)."""
 _QUICKTIME_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
@@ -113,6 +122,8 @@ def sniff(data: bytes) -> str | None:
         return "wav"
     if head[4:8] in _QUICKTIME_ATOMS:
         return _still_image(head) or "mp4"
+    if any(head[at::size][:3] == b"GGG" for at, size in _TRANSPORT_PACKETS):
+        return "mpegts"
     if head[:1] == b"\x47" and head[188:189] in (b"\x47", b""):
         return "mpegts"
     return DOCUMENT if b"%PDF-" in head[:1024] else _mpeg_audio(head)
@@ -155,6 +166,8 @@ def open_image(data: bytes, container: str) -> Image.Image:
         raise BadMediaError(
             f"the avif image has {items} items, more than {MAX_ITEMS}; re-encode it as one picture"
         )
+    if container == "png":
+        data = _without_texts(data)
     try:
         return Image.open(io.BytesIO(data), formats=(IMAGE_FORMATS[container],))
     except BROKEN_IMAGE as error:
@@ -207,13 +220,28 @@ def turned_by_pillow(image: Image.Image) -> bool:
     return isinstance(image, TiffImagePlugin.TiffImageFile) and _ORIENTATION in image.tag_v2
 
 
+def _without_texts(png: bytes) -> bytes:
+    """A PNG without compressed texts and profiles that Pillow may refuse for their size; they are no part of the picture."""
+    if not any(kind in png for kind in _UNPACKED_CHUNKS):
+        return png
+    kept, begin, at = [], 0, 8
+    while at + 12 <= len(png):
+        size = int.from_bytes(png[at : at + 4], "big")
+        if size >= MIN_UNPACKED_BYTES and png[at + 4 : at + 8] in _UNPACKED_CHUNKS:
+            kept.append(png[begin:at])
+            begin = at + 12 + size
+        at += 12 + size
+    return b"".join([*kept, png[begin:]])
+
+
 def _description(png: bytes) -> bytes:
     """A PNG with only the chunks that may have an orientation (PNG, third edition, 5.3), also those behind the pixels."""
     chunks, at = [png[:8]], 8
     while at + 12 <= len(png) and len(chunks) < MAX_DESCRIBING_CHUNKS:
         end = at + 12 + int.from_bytes(png[at : at + 4], "big")
         kind = png[at + 4 : at + 8]
-        if kind in (b"IHDR", b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+        is_text = kind in (b"tEXt", b"zTXt", b"iTXt") and png.startswith(_DESCRIBING_KEYWORDS, at + 8)
+        if kind in (b"IHDR", b"eXIf") or is_text:
             chunks.append(png[at:end])
         if kind == b"IEND":
             break
@@ -245,36 +273,44 @@ def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Itera
 
 
 def video_stream(opened: Any) -> Any:
-    """First video stream of a container; cover art is none.
+    """The video stream that a player shows: the first one with the default flag, or else the first; cover art is none.
 
     Raises:
         BadMediaError: there is no video stream.
     """
-    for stream in opened.streams.video:
-        if not stream.disposition & av.stream.Disposition.attached_pic and stream.codec_context is not None:
-            return _alone(opened, stream)
-    raise BadMediaError(
-        "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video"
-    )
+    cover = av.stream.Disposition.attached_pic
+    stream = _chosen(stream for stream in opened.streams.video if not stream.disposition & cover)
+    if stream is None:
+        raise BadMediaError(
+            "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video"
+        )
+    return _alone(opened, stream)
 
 
 def has_audio_stream(opened: Any) -> bool:
     """Whether `audio_stream` would find one."""
-    return any(stream.codec_context is not None for stream in opened.streams.audio)
+    return _chosen(opened.streams.audio) is not None
 
 
 def audio_stream(opened: Any) -> Any:
-    """First audio stream of a container.
+    """The audio stream that a player plays: the first one with the default flag, or else the first.
 
     Raises:
         BadMediaError: there is no audio stream.
     """
-    for stream in opened.streams.audio:
-        if stream.codec_context is not None:
-            return _alone(opened, stream)
-    raise BadMediaError(
-        "the file has no audio stream that can be decoded; send WAV, MP3, FLAC, Opus, Vorbis, AAC or AMR"
-    )
+    stream = _chosen(opened.streams.audio)
+    if stream is None:
+        raise BadMediaError(
+            "the file has no audio stream that can be decoded; send WAV, MP3, FLAC, Opus, Vorbis, AAC or AMR"
+        )
+    return _alone(opened, stream)
+
+
+def _chosen(streams: Iterable[Any]) -> Any:
+    """Of the streams that can be decoded, the first with the default flag, or else the first; None if there is none."""
+    decodable = [stream for stream in streams if stream.codec_context is not None]
+    flagged = (stream for stream in decodable if stream.disposition & av.stream.Disposition.default)
+    return next(flagged, decodable[0] if decodable else None)
 
 
 def _alone(opened: Any, stream: Any) -> Any:
@@ -294,12 +330,21 @@ def packets(opened: Any, stream: Any) -> Iterator[Any]:
         return
 
 
+def audio_packets(opened: Any, stream: Any) -> Iterator[Any]:
+    """Packets as `packets` returns them, except a last frame of AAC of which the file has only a part (ISO/IEC 13818-7, 6.2)."""
+    is_adts = opened.format.name == "aac"
+    for packet in packets(opened, stream):
+        head = bytes(memoryview(packet)[:6]) if is_adts and packet.size >= 6 else b""
+        if not (head[:1] == b"\xff" and packet.size < (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5):
+            yield packet
+
+
 @dataclass(slots=True)
 class VideoTable:
     """The packets of a video in decode order. `time_base`: seconds per tick.
 
     `key`: decoding may begin here. `shown` is False if an edit list or the codec hides the frame, or if the file begins after a frame
-    it is predicted from.
+    it is predicted from. `completing`: the packet is the second field of the frame that the one before it began, and not shown either. `misplaced`: the times are right, but of other frames (`pictures.PictureOrder`).
     """
 
     codec: str
@@ -307,7 +352,9 @@ class VideoTable:
     pts: list[int | None]
     key: list[bool]
     shown: list[bool]
+    completing: list[bool]
     last_duration: int
+    misplaced: bool = False
 
     @property
     def num_frames(self) -> int:
@@ -327,29 +374,31 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
 
     AVI has packets in decode order and no timestamps; those that FFmpeg makes up are left out.
     """
-    table = VideoTable(stream.codec_context.name, stream.time_base, [], [], [], 0)
+    codec, header = stream.codec_context.name, bytes(stream.codec_context.extradata or b"")
+    table = VideoTable(codec, stream.time_base, [], [], [], [], 0)
     timed = opened.format.name != "avi"
-    vp8 = stream.codec_context.name == "vp8"
-    h264 = stream.codec_context.name == "h264"
-    header = bytes(stream.codec_context.extradata or b"") if h264 else b""
     beginning = _Beginning(stream.codec_context)
+    order = pictures.picture_order(codec, header)
     for packet in packets(opened, stream):
         if packet.size == 0:
             continue
+        picture = bytes(packet)
         # A VP8 packet may hold a reference frame that is never shown: bit 4 of the frame tag (RFC 6386, section 9.1).
-        hidden = (
-            beginning.drops(packet)
-            or packet.is_discard
-            or (vp8 and not bytes(memoryview(packet)[:1])[0] & 0x10)
-        )
+        hidden = beginning.drops(packet) or packet.is_discard or (codec == "vp8" and not picture[0] & 0x10)
+        completing = order.completes(picture, None if hidden else packet.pts)
         table.pts.append(packet.pts if timed else None)
-        # With gradual refresh (H.264, D.2.8) containers mark as key frames pictures that need some more after them.
-        table.key.append(packet.is_keyframe and (not h264 or all(_intra_slices(bytes(packet), header))))
-        table.shown.append(not hidden)
+        table.key.append(packet.is_keyframe and not completing and pictures.may_begin(codec, picture, header))
+        table.shown.append(not hidden and not completing)
+        table.completing.append(completing)
         table.last_duration = packet.duration or table.last_duration
         if len(table.pts) > max_packets:
             break
+    table.misplaced = order.misplaced
     return table
+
+
+_TYPED_LEADING = frozenset({"mpeg2video", "mpeg4"})
+"""Codecs whose pictures before the first key frame in presentation order are all B pictures, and precede others in decode order."""
 
 
 class _Beginning:
@@ -381,10 +430,20 @@ class _Beginning:
             self._refreshing = _recovery_frames(units) if self._codec == "h264" else 0
         if self._refreshing is not None:
             return self._refreshes(units, packet.pts, picture)
-        if packet.pts is None or self._first_shown_pts is None or packet.pts >= self._first_shown_pts:
-            self._over = True
-            return False
-        return self._codec != "hevc" or any(unit[0] >> 1 & 63 in (8, 9) for unit in units)
+        if self._is_leading(picture, units):
+            return True
+        at, first = packet.pts, self._first_shown_pts
+        if at is None:  # Matroska has no times before the first one
+            self._over = self._codec != "hevc"
+        else:
+            self._over = self._codec in _TYPED_LEADING or first is None or at >= first
+        return self._codec == "h264" and not self._over
+
+    def _is_leading(self, picture: bytes, units: list[bytes]) -> bool:
+        """Whether the type of a picture shows that it is predicted from one before the first key frame. Of H.264 its time shows it."""
+        if self._codec == "hevc":
+            return any(unit[0] >> 1 & 63 in (8, 9) for unit in units)
+        return pictures.is_bidirectional(self._codec, picture)
 
     def _refreshes(self, units: list[bytes], pts: int | None, picture: bytes) -> bool:
         """Whether this picture is still part of the refresh; otherwise it is the first shown one."""
@@ -407,7 +466,9 @@ class _Beginning:
         if self._codec not in ("h264", "hevc"):
             return []
         length_at = 4 if self._codec == "h264" else 21
-        units = islice(_nal_units(picture, self._header, length_at, SEI_BYTES), MAX_NAL_UNITS)
+        units = islice(
+            pictures.nal_units(picture, self._header, length_at, SEI_BYTES), pictures.MAX_NAL_UNITS
+        )
         return [unit for unit in units if unit]
 
 
@@ -422,7 +483,7 @@ def _recovery_frames(units: list[bytes]) -> int:
             size, at = _sei_number(messages, at)
             if kind == 6:
                 bits = "".join(f"{byte:08b}" for byte in messages[at : at + 8])
-                return max(0, _exp_golomb(bits, 0)[0])
+                return max(0, pictures.exp_golomb(bits, 0)[0])
             at += size
     return 0
 
@@ -440,41 +501,6 @@ def _closed_gop(picture: bytes) -> bool:
     return at >= 0 and len(picture) > at + 7 and bool(picture[at + 7] & 0x40)
 
 
-def _intra_slices(picture: bytes, header: bytes) -> Iterator[bool]:
-    """For each slice of a coded H.264 picture, whether it is predicted from itself alone (ITU-T H.264, 7.3.3 and table 7-6)."""
-    for unit in islice(_nal_units(picture, header), MAX_NAL_UNITS):
-        if unit and unit[0] & 0x1F in (1, 5):
-            bits = "".join(f"{byte:08b}" for byte in unit[1:])
-            _, at = _exp_golomb(bits, 0)  # first_mb_in_slice
-            slice_type, _ = _exp_golomb(bits, at)
-            yield slice_type % 5 in (2, 4)
-
-
-def _nal_units(picture: bytes, header: bytes, length_at: int = 4, most: int = 16) -> Iterator[bytes]:
-    """The first bytes, at most `most`, of each NAL unit of a picture.
-
-    Units follow lengths if the header is that of ISO/IEC 14496-15 (5.3.3 and 8.3.3), which has the size of a length at `length_at`;
-    otherwise they follow start codes.
-    """
-    if header[:1] != b"\x01" or len(header) <= length_at:
-        at = picture.find(b"\x00\x00\x01")
-        while at >= 0:
-            yield picture[at + 3 : at + 3 + most]
-            at = picture.find(b"\x00\x00\x01", at + 3)
-        return
-    at, size = 0, (header[length_at] & 3) + 1
-    while at + size < len(picture):
-        yield picture[at + size : at + size + most]
-        at += size + int.from_bytes(picture[at : at + size], "big")
-
-
-def _exp_golomb(bits: str, at: int) -> tuple[int, int]:
-    """An unsigned Exp-Golomb code (ITU-T H.264, 9.1) and the offset behind it; -1 if the bits run out."""
-    first_one = bits.find("1", at)
-    end = 2 * first_one - at + 1
-    return (int(bits[first_one:end], 2) - 1, end) if first_one >= 0 and end <= len(bits) else (-1, len(bits))
-
-
 _ORIENTATIONS = {  # EXIF orientation by the matrix (a b; c d) that maps the stored picture to the displayed one
     (1, 0, 0, 1): 1,
     (-1, 0, 0, 1): 2,
@@ -488,22 +514,32 @@ _ORIENTATIONS = {  # EXIF orientation by the matrix (a b; c d) that maps the sto
 
 
 def track_orientation(data: bytes, container: str, track_id: int) -> int:
-    """EXIF orientation in which a player shows the frames of an ISO base media file, from the track header's matrix.
+    """EXIF orientation in which a player shows the frames of an ISO base media file, from the matrices of its track and its movie.
 
-    Source: ISO/IEC 14496-12, section 8.3.2. Other containers: 1.
+    Source: ISO/IEC 14496-12, sections 8.2.2 and 8.3.2. Other containers: 1.
     """
     if container != "mp4":
         return 1
     for moov_start, moov_end in _boxes(data, 0, len(data), b"moov"):
+        movie = next((_matrix(data, *box, 36) for box in _boxes(data, moov_start, moov_end, b"mvhd")), None)
         for trak_start, trak_end in _boxes(data, moov_start, moov_end, b"trak"):
             for start, end in _boxes(data, trak_start, trak_end, b"tkhd"):
-                wide = data[start] == 1
-                id_at, matrix_at = start + (20 if wide else 12), start + (52 if wide else 40)
-                if matrix_at + 36 > end or struct.unpack_from(">I", data, id_at)[0] != track_id:
+                id_at, matrix = start + (20 if data[start] == 1 else 12), _matrix(data, start, end, 40)
+                if matrix is None or struct.unpack_from(">I", data, id_at)[0] != track_id:
                     continue
-                a, b, _, c, d = struct.unpack_from(">5i", data, matrix_at)
-                return _ORIENTATIONS.get((*_direction(a, b), *_direction(c, d)), 1)
+                (a, b, c, d), (e, f, g, h) = matrix, movie or (1, 0, 0, 1)
+                shown = (*_direction(a * e + b * g, a * f + b * h), *_direction(c * e + d * g, c * f + d * h))
+                return _ORIENTATIONS.get(shown, 1)
     return 1
+
+
+def _matrix(data: bytes, start: int, end: int, at: int) -> tuple[int, int, int, int] | None:
+    """(a, b, c, d) of the matrix in a header box, `at` its offset in version 0 of the box; None if the box is too short."""
+    at += start + (12 if data[start] == 1 else 0)
+    if at + 36 > end:
+        return None
+    a, b, _, c, d = struct.unpack_from(">5i", data, at)
+    return a, b, c, d
 
 
 def _direction(x: int, y: int) -> tuple[int, int]:
@@ -538,12 +574,11 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
     codec = stream.codec_context
     rate, base = codec.sample_rate, stream.time_base
     coarse = base * rate > 1  # durations are rounded to more than a sample (Matroska)
-    # Its durations are trimmed already, and its first packet has no samples (Vorbis I, 4.3.8).
-    ogg_vorbis = codec.name == "vorbis" and not coarse
+    blocks = BlockSizes(bytes(codec.extradata or b"") if codec.name == "vorbis" else b"")
     total = ticks = skipped = count = 0
     first: int | None = None
-    end = 0
-    for packet in packets(opened, stream):
+    end = unplayed = 0
+    for packet in audio_packets(opened, stream):
         if packet.size == 0:
             continue
         count += 1
@@ -552,12 +587,16 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
         if packet.pts is not None:
             first = packet.pts if first is None else first
             end = max(end, packet.pts + (packet.duration or 0))
+        if count == 1 and packet.pts == 0 and is_ogg_vorbis(opened, stream):
+            unplayed = packet.duration or 0
         if packet.is_discard:
             continue
-        if ogg_vorbis and count == 1:
+        at_start, at_end = _trimmed(packet)
+        if blocks.is_known:
+            samples = blocks.samples(bytes(memoryview(packet)[:1]))
+            total += max(0, samples - at_start - max(0, at_end - unplayed))
             continue
-        if packet.has_sidedata("skip_samples") and not ogg_vorbis:
-            skipped += sum(struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples"))))
+        skipped += at_start + at_end
         if codec.name in ("opus", "libopus"):
             total += opus_samples(bytes(memoryview(packet)[:2]))
         elif (coarse or opened.format.name == "mpegts") and codec.frame_size:  # ticks of 90 kHz are truncated
@@ -570,14 +609,29 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
     return max(0, total + from_ticks - skipped)
 
 
+def is_ogg_vorbis(opened: Any, stream: Any) -> bool:
+    """Whether FFmpeg may cut too much off the end: in an Ogg it counts samples for the first packet of Vorbis, which has none."""
+    return bool(opened.format.name == "ogg" and stream.codec_context.name == "vorbis")
+
+
+def _trimmed(packet: Any) -> tuple[int, int]:
+    """Samples that the encoder marked to be cut from the beginning and the end of a packet."""
+    if not packet.has_sidedata("skip_samples"):
+        return 0, 0
+    at_start, at_end = struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
+    return at_start, at_end
+
+
 def wav_missing_bytes(data: bytes) -> int:
     """Missing bytes of the sound that a RIFF WAVE header announces; 0 for streams of unknown length."""
-    at = 12
+    at, size_of_rf64 = 12, 0
     while at + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, at)
+        if name == b"ds64" and at + 24 <= len(data):
+            size_of_rf64 = struct.unpack_from("<Q", data, at + 16)[0]
         if name == b"data":
-            streamed = data[:4] == b"RF64" or size in (0, 0xFFFFFFFF, 0x7FFFFFFF)
-            return 0 if streamed else max(0, at + 8 + size - len(data))
+            announced = size_of_rf64 if size == 0xFFFFFFFF else size if size < LEAST_STREAMED_BYTES else 0
+            return max(0, at + 8 + announced - len(data)) if announced < 1 << 63 else 0
         at += 8 + size + (size & 1)
     return 0
 

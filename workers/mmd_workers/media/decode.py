@@ -9,13 +9,14 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import av
 import numpy as np
 import numpy.typing as npt
 import soxr
-from PIL import Image
+from PIL import Image, ImageChops
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_workers.media import containers, document
@@ -37,6 +38,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
+_JPEG_ENDS = (b"\xff\xd9", b"\x55" * 64 + b"\xff\xd9")
 _BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF 6.0
 _FRONT = 0.5**0.5
 _WEIGHTS = {"FC": 1.0, "FL": _FRONT, "FR": _FRONT, "FLC": _FRONT, "FRC": _FRONT, "LFE": 0.0, "LFE2": 0.0}
@@ -66,8 +68,7 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
     image: Image.Image = containers.open_image(data, info.container)
     turn = None if info.container == "tiff" else _TURNS.get(containers.orientation(image, data))
     try:
-        image.load()  # also turns a TIFF
-        rgb = _rgb(image)
+        rgb = _rgb(_loaded(image, data))
     except containers.BROKEN_IMAGE as error:
         raise BadMediaError(
             f"the {info.container} image cannot be decoded ({error}); send a complete file"
@@ -82,6 +83,22 @@ def decode_image(data: bytes, info: MediumInfo, out: npt.NDArray[np.uint8] | Non
         out = np.empty(image_shape(info), np.uint8)
     out[...] = np.asarray(rgb)
     return DecodedImage(out)
+
+
+def _loaded(image: Image.Image, data: bytes) -> Image.Image:
+    """Decode the pixels of an opened image, and turn a TIFF. A JPEG may lack its end marker if all pixels are there: then
+    they do not depend on what follows the data.
+    """
+    try:
+        image.load()
+    except OSError:
+        if image.format != "JPEG":
+            raise
+        ended, garbled = (containers.open_image(data.rstrip(b"\xff") + end, "jpeg") for end in _JPEG_ENDS)
+        if ImageChops.difference(ended, garbled).getbbox() is not None:
+            raise
+        return ended
+    return image
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -159,7 +176,7 @@ def deliver(
 def pictures_decoded(info: MediumInfo, table: containers.VideoTable, wanted: Sequence[int]) -> int:
     """The most pictures that `deliver` would decode for these frames."""
     times = table.presentation()
-    if times is None or len(times) != info.num_frames:
+    if times is None or len(times) != info.num_frames or table.misplaced:
         return max(wanted) + 1
     runs = _runs(table, {times[index] for index in wanted})
     return sum(end - start + 1 for start, end in runs) or max(wanted) + 1
@@ -206,7 +223,7 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
     In H.264, pictures in between are decoded only if others are predicted from them.
     """
     times = table.presentation()
-    if times is None or len(times) != info.num_frames:
+    if times is None or len(times) != info.num_frames or table.misplaced:
         return False
     needed = {times[index]: index for index in writer.missing}
     runs = _runs(table, set(needed))
@@ -227,7 +244,7 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
             number += 1
             if number < run[0]:
                 continue
-            if skips:
+            if skips and not table.completing[number]:
                 decoder.skip_frame = "DEFAULT" if packet.pts in needed else "NONREF"
             frames = list(decoder.decode(packet))
             if number == run[1]:
@@ -257,7 +274,10 @@ def _runs(table: containers.VideoTable, needed: set[int]) -> list[tuple[int, int
         if at < 0 or keys[at][1] > number:
             return []
         start = keys[at][1]
-        runs[start] = max(runs.get(start, 0), number)
+        end = number
+        while table.completing[end + 1 : end + 2] == [True]:
+            end += 1
+        runs[start] = max(runs.get(start, 0), end)
     merged: list[tuple[int, int]] = []
     for start, end in sorted(runs.items()):
         if merged and start <= merged[-1][1]:
@@ -331,7 +351,11 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
         stream = containers.audio_stream(opened)
         stream.codec_context.thread_count = 1
         to_float = av.AudioResampler(format="flt")  # PyAV reads only eight planes, and then other memory
-        frames = (frame for packet in containers.packets(opened, stream) for frame in packet.decode())
+        packets = containers.audio_packets(opened, stream)
+        frames: Iterator[Any] = (frame for packet in packets for frame in packet.decode())
+        if containers.is_ogg_vorbis(opened, stream):
+            stream.codec_context.flags2 |= av.codec.context.Flags2.skip_manual
+            frames = islice(frames, 1, None)  # the first one has no samples that are meant to be heard
         first = ""
         for frame in frames:
             first = first or frame.layout.name

@@ -45,6 +45,8 @@ _METADATA = frozenset(
 )
 """Addresses at which clouds serve metadata to their machines, secrets included. Most are not public anyway."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNUSUAL = "-_ \t\r\n"
+_PLAIN = str.maketrans("-_", "+/", " \t\r\n")
 _BAD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 Reserve = Callable[[int], Awaitable[None]]
@@ -83,6 +85,9 @@ def _data_url(url: str, limit: int, field: str) -> bytes:
     if not begin:
         raise FetchError("the data URL has no comma; use the form data:<type>;base64,<data>")
     in_base64 = url[:begin].lower().endswith(";base64,")
+    if in_base64 and ((len(url) - begin) % 4 or any(url.find(one, begin) >= 0 for one in _UNUSUAL)):
+        text = plain_base64(url[begin:])
+        url, begin = text + "=" * (-len(text) % 4), 0
     if len(url) - begin > (4 * (limit // 3 + 1) if in_base64 else 3 * limit):
         raise _too_large(limit, field)
     if in_base64:
@@ -90,18 +95,24 @@ def _data_url(url: str, limit: int, field: str) -> bytes:
             pieces = [pybase64.b64decode(piece, validate=True) for piece in _pieces(url, begin)]
         except (binascii.Error, ValueError) as error:
             raise FetchError(
-                f"the data URL is not valid base64 ({error}); encode the file's bytes again"
+                f"the data is not valid base64 ({error}); encode the file's bytes again"
             ) from error
         if any(len(piece) % 3 for piece in pieces[:-1]):
-            raise FetchError(
-                "the data URL is not valid base64 (padding inside); encode the file's bytes again"
-            )
+            raise FetchError("the data is not valid base64 (padding inside); encode the file's bytes again")
     else:
         pieces = [_unquoted(piece) for piece in _pieces(url, begin)]
     data = b"".join(pieces)
     if len(data) > limit:
         raise _too_large(limit, field)
     return data
+
+
+def plain_base64(text: str) -> str:
+    """Base64 in the standard alphabet without white space. Encoders of MIME fold lines, others use the alphabet of URLs."""
+    if not any(character in text for character in _UNUSUAL):
+        return text
+    pieces = range(0, len(text), PIECE_CHARACTERS)
+    return "".join(text[at : at + PIECE_CHARACTERS].translate(_PLAIN) for at in pieces)
 
 
 def _pieces(url: str, begin: int) -> Iterator[str]:

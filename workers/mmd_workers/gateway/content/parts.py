@@ -209,9 +209,9 @@ def _check_one(part: Strict, *names: str) -> None:
         raise PydanticCustomError("one_of", "{names}", {"names": f"send one of {', '.join(names)}"})
 
 
-def _data_url(data: str) -> str:
+def _data_url(data: str, media_type: str = "application/octet-stream") -> str:
     """The data as a data URL; some clients send only the base64."""
-    return data if data[:5].lower() == "data:" else f"data:application/octet-stream;base64,{data}"
+    return data if data[:5].lower() == "data:" else f"data:{media_type};base64,{data}"
 
 
 class FrameFields(Strict):
@@ -325,7 +325,7 @@ class InputAudioPart(Strict):
         """The sound as a source with a data URL."""
         sound = self.input_audio
         return MediaSource(
-            "audio", f"{param}.input_audio.data", f"data:audio/{sound.format};base64,{sound.data}"
+            "audio", f"{param}.input_audio.data", _data_url(sound.data, f"audio/{sound.format}")
         )
 
 

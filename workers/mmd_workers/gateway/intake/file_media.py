@@ -16,7 +16,7 @@ from mmd_workers.gateway.basics.api_errors import ApiError, refused
 from mmd_workers.gateway.content.parts import MediaSource
 from mmd_workers.gateway.intake.file_kind import HEAD_BYTES, kind_of
 from mmd_workers.gateway.intake.tenant_files import Files, unknown
-from mmd_workers.media.fetch import MAX_URL_CHARACTERS, Reserve, fetch
+from mmd_workers.media.fetch import MAX_URL_CHARACTERS, Reserve, fetch, plain_base64
 from mmd_workers.media.medium import MediumInfo
 from mmd_workers.wire.stored_files import StoredFile
 
@@ -132,10 +132,10 @@ def _head_of(url: str) -> bytes:
     begin = url.find(",", 0, MAX_URL_CHARACTERS) + 1
     if not url[:begin].lower().endswith(";base64,"):
         return url[begin : begin + HEAD_BYTES].encode(errors="replace")
-    text = url[begin : begin + HEAD_CHARACTERS]
+    text = plain_base64(url[begin : begin + HEAD_CHARACTERS])
     try:
         return pybase64.b64decode(text[: len(text) // 4 * 4], validate=True)
     except ValueError as error:
         raise BadMediaError(
-            f"the data URL is not valid base64 ({error}); encode the file's bytes again"
+            f"the data is not valid base64 ({error}); encode the file's bytes again"
         ) from error
