@@ -343,6 +343,52 @@ async def test_each_malformed_byte_stream_gets_its_status(launch: Launch, subtes
     await assert_still_serves(gateway)
 
 
+TEXTS: list[tuple[str, bytes, str]] = [
+    ("the first half of an emoji", rb"cut \ud83d", "cut \ufffd"),
+    ("the second half of an emoji", rb"\uDE00 cut", "\ufffd cut"),
+    ("halves around a whole", rb"\ud83d\ud83d\ude00\ude00", "\ufffd\U0001f600\ufffd"),
+    ("halves in the wrong order", rb"\ude00\ud83d", "\ufffd\ufffd"),
+    ("a half after a backslash", rb"\\\ud83d\\", "\\\ufffd\\"),
+    ("a half beside what is spelled like one", rb"\ud83d \\ud83d", "\ufffd \\ud83d"),
+    ("what is spelled like a half", rb"\\ud83d", "\\ud83d"),
+]
+
+
+async def test_half_of_a_surrogate_pair_is_read_as_a_replacement_character(launch: Launch, subtests) -> None:
+    gateway = await launch()
+    for name, spelled, text in TEXTS:
+        with subtests.test(name):
+            sent = b'{"model": "builtin/demo", "prompt": "%b"}' % spelled
+            answer = await gateway.http.post(
+                "/tokenize", content=sent, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code == 200, answer.text
+            plain = await gateway.http.post("/tokenize", json={"model": MODEL, "prompt": text})
+            assert answer.json() == plain.json()
+
+
+async def test_a_body_with_half_a_surrogate_pair_must_be_valid_otherwise(launch: Launch) -> None:
+    gateway = await launch()
+    for spelled in (b'"\\ud83d\0\0"', b'"\\ud83d', b'"\\ud83"', b'"\\ud83d\\x"'):
+        answer = await gateway.http.post(
+            "/tokenize",
+            content=b'{"model": "builtin/demo", "prompt": %b}' % spelled,
+            headers={"content-type": "application/json"},
+        )
+        assert_is_error(answer, 400, None, "valid JSON")
+
+
+async def test_a_byte_order_mark_is_skipped(launch: Launch) -> None:
+    gateway = await launch()
+    plain = b'{"model": "builtin/demo", "prompt": "red"}'
+    answers = [
+        await gateway.http.post("/tokenize", content=sent, headers={"content-type": "application/json"})
+        for sent in (plain, b"\xef\xbb\xbf" + plain)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].json() == answers[1].json()
+
+
 async def test_a_body_of_unknown_length_is_cut_off_at_the_limit(launch: Launch) -> None:
     gateway = await launch(maxBodyMebibytes=1)
     sent = 0
