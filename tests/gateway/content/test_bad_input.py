@@ -162,8 +162,17 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a typo in stream options", body(stream=True, stream_options={"continuous_usage": True}), 400, "stream_options.continuous_usage", "unknown field"),
     ("stream that is a string", body(stream="yes"), 400, "stream", "boolean"),
     ("effort that does not exist", body(reasoning_effort="most"), 400, "reasoning_effort", "'none'"),
-    ("another tier", body(service_tier="flex"), 400, "service_tier", "'auto' or 'default'"),
-    ("an answer that is stored", body(store=True), 400, "store", "False"),
+    ("another tier", body(service_tier="gold"), 400, "service_tier", "'auto', 'default'"),
+    ("log probabilities of a chat's prompt", body(prompt_logprobs=1), 400, "prompt_logprobs", "use echo with logprobs in /v1/completions"),
+    ("a prompt that is cut", body(truncate_prompt_tokens=8), 400, "truncate_prompt_tokens", "shorten the prompt"),
+    ("an answer that goes on", body(continue_final_message=True), 400, "continue_final_message", "use /v1/completions"),
+    ("an answer without beginning", body(add_generation_prompt=False), 400, "add_generation_prompt", "omit it"),
+    ("a search for the best beam", body(use_beam_search=True), 400, "use_beam_search", "use n"),
+    ("a priority", body(priority=1), 400, "priority", "the operator"),
+    ("a typo beside fields of vLLM", body(skip_special_token=True), 400, "skip_special_token", "unknown field"),
+    ("a variable of templates", body(chat_template_kwargs={"enable_thinkin": True}), 400, "chat_template_kwargs.enable_thinkin", "unknown field"),
+    ("another mark for caches", body(messages=user({**TEXT, "cache_control": {"type": "forever"}})), 400, "messages[0].content[0].cache_control.type", "'ephemeral'"),
+    ("an id that is a number", body(messages=[{"role": "user", "id": 1, "content": "x"}]), 400, "messages[0].id", "string"),
     ("a search", body(web_search_options={}), 400, "web_search_options", "not supported"),
     ("functions", body(functions=[{"name": "f"}]), 400, "functions", "use tools"),
     ("a tool without function", body(tools=[{"type": "function"}]), 400, "tools[0].function", "missing"),
@@ -456,11 +465,36 @@ async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
         prediction={"type": "content", "content": "x"}, prompt_cache_retention="24h", tools=[], tool_choice="auto",
         min_p=0, repetition_penalty=1, min_tokens=0, stop_token_ids=[], bad_words=[], allowed_token_ids=None,
         guidance_scale=1, negative_prompt="what nobody computes",
+        use_beam_search=False, length_penalty=1.0, early_stopping=False, prompt_logprobs=None, truncate_prompt_tokens=None,
+        return_tokens_as_token_ids=False, logits_processors=[], priority=0, request_id="mine", add_generation_prompt=True,
+        continue_final_message=False, add_special_tokens=False, documents=[], chat_template=None, chat_template_kwargs={},
+        skip_special_tokens=True, spaces_between_special_tokens=True, include_stop_str_in_output=False, include_reasoning=True,
     )  # fmt: skip
     response = await gateway.http.post("/v1/chat/completions", json=neutral)
     assert response.status_code == 200, response.text
     assert worker.requests[0].sampling.rules is None
     assert worker.requests[0].guidance is None
+
+
+@pytest.mark.parametrize("tier", ["default", "flex", "priority", "scale"])
+async def test_hints_about_the_whole_request_are_taken(launch: Launch, tier: str) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    sent = body(store=True, service_tier=tier)
+    assert (await gateway.http.post("/v1/chat/completions", json=sent)).status_code == 200
+
+
+async def test_hints_about_parts_and_messages_change_nothing_of_the_prompt(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    hints = {"cache_control": {"type": "ephemeral"}}
+    marked = [{**TEXT, **hints}, {**IMAGE, **hints, "uuid": "one"}]
+    for messages in (user(TEXT, IMAGE), [{**user(*marked)[0], "id": "msg_1"}]):
+        sent = body(messages=messages)
+        assert (await gateway.http.post("/v1/chat/completions", json=sent)).status_code == 200
+    first, second = worker.requests
+    assert first.token_ids == second.token_ids
+    assert first.features == second.features
 
 
 RULES: dict[str, object] = {

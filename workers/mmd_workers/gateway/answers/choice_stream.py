@@ -31,6 +31,8 @@ class ChoiceStream:
         *,
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
+        special_tokens: bool = False,
+        stops_shown: bool = False,
         logprobs: bool,
         token_ids: bool,
         parser: CallParser | None = None,
@@ -39,7 +41,7 @@ class ChoiceStream:
         """Creates the stream of one choice.
 
         `stop_token_ids`: tokens that are not text if they end the answer. `min_tokens`: within this many tokens no stop string ends the
-        answer. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its
+        answer. `special_tokens`: special tokens are text. `stops_shown`: what ends the answer is text. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its
         reasoning, as in vLLM.
         """
         self.index = index
@@ -52,9 +54,12 @@ class ChoiceStream:
         marker_ids = frozenset(
             token_id for reader in (parser, reasoning) if reader for token_id in reader.token_ids
         )
-        self._detokenizer = IncrementalDetokenizer(functools.partial(frontend.decode, kept=marker_ids))
-        self._scanner = StopScanner(stops)
-        self._stop_token_ids = frozenset(stop_token_ids)
+        decode = functools.partial(frontend.decode, special_tokens=special_tokens, kept=marker_ids)
+        self._detokenizer = IncrementalDetokenizer(decode)
+        self._scanner = StopScanner(stops, shown=stops_shown)
+        self._hidden_ends: frozenset[int] = (
+            frozenset() if stops_shown else frontend.eos_token_ids.union(stop_token_ids)
+        )
         self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._token_ids = token_ids
@@ -76,7 +81,7 @@ class ChoiceStream:
             self.completion_tokens += 1
             token_ids.append(item.token_id)
             stops = self.completion_tokens > self._min_tokens
-            if item.finish_reason != "stop" or item.token_id not in self._stop_token_ids:
+            if item.finish_reason != "stop" or item.token_id not in self._hidden_ends:
                 piece = self._detokenizer.push([item.token_id])
                 if self._reasoning is not None:
                     self._reasoning.expect(item.token_id, piece)

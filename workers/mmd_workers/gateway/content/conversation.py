@@ -78,6 +78,8 @@ _EMPTY_IN_ANSWERS = frozenset(
 class _Turn(Strict):
     """What all messages have in common."""
 
+    id: Annotated[str | None, Field(max_length=256), Ignored("nothing is stored under it")] = None
+
     @model_validator(mode="before")
     @classmethod
     def _without_empty_fields(cls, value: object) -> object:
