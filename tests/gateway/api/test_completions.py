@@ -213,6 +213,18 @@ async def test_log_probabilities_are_lists_of_one_item_a_token(
             assert choice.token_ids == worker.answer
 
 
+async def test_offsets_of_log_probabilities_are_places_in_the_text(launch: Launch) -> None:
+    """Parts of a character are spelled as OpenAI's API spells them here."""
+    gateway = await launch()
+    await gateway.worker("the 😀 red")
+    (choice,) = (await ask(gateway, logprobs=1)).choices
+    parts = [rf"bytes:\x{byte:02x}" for byte in "😀".encode()]
+    assert choice.text == "the 😀 red"
+    assert choice.logprobs.tokens == ["t", "he", " ", *parts, " red"]
+    assert choice.logprobs.text_offset == [0, 1, 3, 4, 5, 5, 5, 5]
+    assert [next(iter(top)) for top in choice.logprobs.top_logprobs] == choice.logprobs.tokens
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_special_tokens_and_what_ends_an_answer_are_text_where_asked_for(
     launch: Launch, stream: bool
