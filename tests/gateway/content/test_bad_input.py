@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmd_api.contract.answers import Grammar
+from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.body import JsonScanner, LongNumberError, TooDeepError
 from mmd_workers.gateway.content.chat_request import parse_chat_request
+from mmd_workers.gateway.content.response_format import MAX_SCHEMA_CHARACTERS
 from mmd_workers.model.frontend import HfFrontend
 from tests.gateway.running import Launch, Running
 
@@ -67,8 +68,9 @@ RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
 SCHEMA = "response_format.json_schema.schema"
 
 
-def schema(value: object) -> dict:
-    return body(response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": value}})
+def schema(value: object, **more: object) -> dict:
+    form = {"name": "answer", "schema": value, **more}
+    return body(response_format={"type": "json_schema", "json_schema": form})
 
 
 def tools(*functions: dict, **more: object) -> dict:
@@ -185,7 +187,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("129 tools", tools(*[{"name": f"f{i}"} for i in range(129)]), 400, "tools", "at most 128"),
     ("parameters that are a list", tools({"name": "f", "parameters": []}), 400, "tools[0].function.parameters", "dictionary"),
     ("parameters that are a string", tools({"name": "f", "parameters": {"type": "string"}}), 400, "tools[0].function.parameters", "type must be 'object'"),
-    ("parameters that are too long", tools({"name": "f", "parameters": {"title": "x" * 65_536}}), 400, "tools[0].function.parameters", "more than 65536 characters"),
+    ("parameters that are too long", tools({"name": "f", "parameters": {"title": "x" * 65_536}}), 400, "tools[0].function.parameters", "more than 65472 characters"),
     ("tools that are too long for a prompt", tools(*[{"name": f"f{i}", "description": "word " * 3000} for i in range(9)]), 400, "tools", " characters; shorten it"),
     ("tools that are too long for a grammar", tools(*[{"name": f"f{i}", "parameters": {"title": "x" * 40_000}} for i in range(2)], tool_choice="required"), 400, "tools", "more than 65536 characters together"),
     ("a tool that must match what is not enforced", tools({"name": "f", "strict": True, "parameters": {"not": {}}}), 400, "tools", "Unimplemented keys"),
@@ -244,8 +246,11 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("an integer that no float is", schema({"enum": [2**53 + 1]}), 400, SCHEMA, "beyond"),
     ("a schema that is a list", schema([]), 400, SCHEMA, "dictionary"),
     ("a schema of no type", schema({"type": "colour"}), 400, SCHEMA, "colour"),
-    ("a keyword that is not enforced", schema({"not": {"type": "string"}}), 400, SCHEMA, "Unimplemented keys"),
-    ("uniqueItems", schema({"type": "array", "uniqueItems": True}), 400, SCHEMA, "uniqueItems"),
+    ("a keyword that is not enforced", schema({"not": {"type": "string"}}, strict=True), 400, SCHEMA, "remove not, or send the schema in response_format or in tools without strict"),
+    ("uniqueItems", schema({"type": "array", "uniqueItems": True}, strict=True), 400, SCHEMA, "remove uniqueItems, or"),
+    ("a format that is not enforced", schema({"type": "string", "format": "password"}, strict=True), 400, SCHEMA, "Unknown format: password; remove format, or"),
+    ("alternatives that overlap", schema({"oneOf": [{"type": "string"}, {"minLength": 1}]}, strict=True), 400, SCHEMA, "remove oneOf, or"),
+    ("structured outputs that are not enforced", body(structured_outputs={"json": {"not": {}}}), 400, "structured_outputs.json", "remove not, or"),
     ("a remote schema", schema({"$ref": "https://example.com/schema.json"}), 400, SCHEMA, "does not fetch"),
     ("a schema in a file", schema({"$ref": "file:///etc/passwd"}), 400, SCHEMA, "does not fetch"),
     ("a schema that is only itself", schema({"$ref": "#"}), 400, SCHEMA, "cannot be compiled"),
@@ -253,8 +258,8 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a schema that explodes", schema({"allOf": [{"anyOf": [{"type": "object", "properties": {f"{i}{j}": {"type": "integer", "minimum": j}}} for j in range(4)]} for i in range(8)]}), 400, SCHEMA, "too large"),
     ("a schema with 3,000 properties", schema({"type": "object", "properties": {str(i): {} for i in range(3000)}}), 400, SCHEMA, "too big"),
     ("a schema with 1,000 optional properties", schema({"type": "object", "properties": {str(i): {} for i in range(1000)}}), 400, SCHEMA, "items; max is 2000"),
-    ("a schema of 80 kB", schema({"enum": ["x" * 80_000]}), 400, SCHEMA, "more than 65536"),
-    ("options for the library", schema({"type": "object", "not": {}, "x-guidance": {"lenient": True}}), 400, SCHEMA, "Unimplemented keys"),
+    ("a schema of 80 kB", schema({"enum": ["x" * 80_000]}), 400, SCHEMA, "more than 65472"),
+    ("options for the library", schema({"type": "object", "not": {}, "x-guidance": {"lenient": True}}, strict=True), 400, SCHEMA, "Unimplemented keys"),
     ("a broken pattern", schema({"type": "string", "pattern": "^(a"}), 400, SCHEMA, "unclosed group"),
     ("a broken regex", body(structured_outputs={"regex": "(a"}), 400, "structured_outputs.regex", "unclosed group"),
     ("a grammar", body(structured_outputs={"grammar": "start: nothing"}), 400, "structured_outputs.grammar", "unknown field"),
@@ -456,6 +461,53 @@ async def test_more_tokens_than_fit_are_clamped_to_what_fits(launch: Launch) -> 
     assert [r.sampling.max_tokens for r in worker.requests] == [200 - prompt] * 2
 
 
+LENIENTLY: dict[str, dict] = {
+    "the sets of pydantic": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True},
+    "its secrets": {"type": "string", "format": "password"},
+    "the records of Zod": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
+    "a negation": {"type": "string", "not": {"const": "red"}},
+    "alternatives that overlap": {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 1}]},
+}
+
+
+@pytest.mark.parametrize("name", LENIENTLY)
+async def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes(launch: Launch, name: str) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    value = LENIENTLY[name]
+    parameters = {"type": "object", "properties": {"x": value}}
+    for sent in (
+        schema(value),
+        schema(value, strict=False),
+        tools({"name": "f", "parameters": parameters}, tool_choice="required"),
+    ):
+        response = await gateway.http.post("/v1/chat/completions", json=sent)
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].sampling.grammar is not None
+    for sent in (schema(value, strict=True), tools({"name": "f", "parameters": parameters, "strict": True})):
+        response = await gateway.http.post("/v1/chat/completions", json=sent)
+        assert response.status_code == 400, response.text
+
+
+def test_the_longest_schema_has_room_for_its_options() -> None:
+    longest = {"title": "x" * (MAX_SCHEMA_CHARACTERS - len('{"title":""}'))}
+    request = parse_chat_request(schema(longest))
+    grammar, _ = request.grammar()
+    assert MAX_SCHEMA_CHARACTERS < len(grammar.source) <= MAX_GRAMMAR_CHARACTERS
+
+
+async def test_what_a_lenient_schema_says_is_enforced(launch: Launch, frontend: HfFrontend) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    sent = schema({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True})
+    assert (await gateway.http.post("/v1/chat/completions", json=sent)).status_code == 200
+    grammar = worker.requests[0].sampling.grammar
+    for text, follows in (("[1, 2]", True), ("[1, 1]", True), ("[3]", False), ('"1"', False)):
+        matcher = frontend.grammars.begin(grammar).matcher
+        ids = gateway.ids(text)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == follows, text
+
+
 async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker("the red circle")
@@ -531,7 +583,7 @@ async def test_a_form_reaches_the_worker_as_a_grammar(launch: Launch) -> None:
     recursive = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
     for asked in [
         body(response_format={"type": "json_object"}, n=2),
-        schema(recursive),
+        schema(recursive, strict=True),
         body(structured_outputs={"json": {"type": "boolean"}}),
         body(structured_outputs={"regex": "[ab]+"}),
         body(structured_outputs={"choice": ['"yes"', "nein\n"]}),

@@ -624,7 +624,7 @@ def parse_count_tokens_request(value: object) -> TranslatedRequest:
 
 
 def _response_format(form: OutputFormat) -> ResponseFormat:
-    schema = JsonSchemaFormat.model_construct(name="answer", source=form.source)
+    schema = JsonSchemaFormat.model_construct(name="answer", source=form.source, strict=True)
     return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
 
 
