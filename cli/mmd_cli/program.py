@@ -5,6 +5,7 @@ Pods start through it too (`mmd worker`, `mmd gateway`, `mmd operator`), so it i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from importlib.metadata import entry_points
 import typer
 from typer.core import TyperGroup
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COMMANDS_GROUP = "mmd.commands"
 """Group of entry points: the name of a command, and its function, or the program of several commands."""
 _EXTRA_OF = {
@@ -75,11 +77,19 @@ def _unavailable(names: str, error: str, extra: str) -> str:
     return f"mmd: not available: {names} ({error}); install with: pip install 'multimodal-operator[{extra}]'"
 
 
+def _reach_loopback_directly() -> None:
+    """Keep requests to this machine, by this process and those that it starts, from the proxy of the environment."""
+    for name in ("no_proxy", "NO_PROXY"):
+        others = [host for host in os.environ.get(name, "").split(",") if host.strip()]
+        os.environ[name] = ",".join(dict.fromkeys([*others, *LOOPBACK]))
+
+
 def main() -> None:
     """Run the `mmd` program.
 
     Missing libraries are reported in help, and to those who ask for a missing command.
     """
+    _reach_loopback_directly()
     requested = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
     program = build(requested)
     if requested not in program.commands():

@@ -19,7 +19,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(rf"[\w.-]+(?:/[\w.*{{}},-]+)*\.(?:{ENDINGS})")
 FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)*/|[\w.-]+(?:/[\w.-]+)+")
 TOP = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
-READERS_OWN = {"adapter_config.json", "demo-report.html", "keys.yaml"}
+READERS_OWN = {"adapter_config.json", "demo-report.html", "generation_config.json", "keys.yaml"}
 """Files that a reader has, and the repository does not."""
 FIELDS = {"structured_outputs.json"}
 """Of requests: no files, although they end like some."""

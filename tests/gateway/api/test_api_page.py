@@ -199,7 +199,8 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         "tokens of all `bad_words`": [logit_rules.MAX_BAD_WORD_TOKENS],
         "depth of the JSON body": [body.MAX_DEPTH],
         "strings, brackets, commas and colons in the body": [body.MAX_MARKS],
-        "a schema as JSON, a regular expression, all schemas of tools that an answer must match (none with `auto` without `strict`)": [
+        "a schema as JSON": [response_format.MAX_SCHEMA_CHARACTERS],
+        "a regular expression, all schemas of tools that an answer must match (none with `auto` without `strict`)": [
             MAX_GRAMMAR_CHARACTERS
         ],
         "choices": [

@@ -304,6 +304,27 @@ async def test_log_probabilities_come_token_by_token(launch: Launch, stream: boo
     assert all(bytes(e.bytes).decode() == e.token for e in entries)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_bytes_of_log_probabilities_join_to_the_text(launch: Launch, stream: bool) -> None:
+    """Also those of parts of a character, and the end token, which is no text, has none."""
+    gateway = await launch()
+    end = gateway.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    worker = await gateway.worker([*gateway.ids("the größer 😀 circle"), end])
+    options = {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": 1}
+    if stream:
+        chunks = [c async for c in await gateway.openai.chat.completions.create(**options, stream=True)]
+        entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    else:
+        (choice,) = (await gateway.openai.chat.completions.create(**options)).choices
+        entries, text = choice.logprobs.content, choice.message.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == text == "the größer 😀 circle"
+    assert len(entries) == len(worker.answer)
+    assert any("\ufffd" in entry.token for entry in entries), "a part of a character"
+    assert (entries[-1].token, entries[-1].bytes) == ("<|im_end|>", [])
+    assert all(entry.top_logprobs[0].bytes == entry.bytes for entry in entries)
+
+
 async def test_the_limit_of_tokens_is_named_as_the_reason(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker("the red circle")

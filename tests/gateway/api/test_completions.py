@@ -213,6 +213,45 @@ async def test_log_probabilities_are_lists_of_one_item_a_token(
             assert choice.token_ids == worker.answer
 
 
+async def test_offsets_of_log_probabilities_are_places_in_the_text(launch: Launch) -> None:
+    """Parts of a character are spelled as OpenAI's API spells them here."""
+    gateway = await launch()
+    await gateway.worker("the 😀 red")
+    (choice,) = (await ask(gateway, logprobs=1)).choices
+    parts = [rf"bytes:\x{byte:02x}" for byte in "😀".encode()]
+    assert choice.text == "the 😀 red"
+    assert choice.logprobs.tokens == ["t", "he", " ", *parts, " red"]
+    assert choice.logprobs.text_offset == [0, 1, 3, 4, 5, 5, 5, 5]
+    assert [next(iter(top)) for top in choice.logprobs.top_logprobs] == choice.logprobs.tokens
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_special_tokens_and_what_ends_an_answer_are_text_where_asked_for(
+    launch: Launch, stream: bool
+) -> None:
+    gateway = await launch()
+    mark, end = gateway.tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    await gateway.worker([*gateway.ids("the red"), mark, *gateway.ids(" circle"), end])
+    for fields, text in (
+        ({}, "the red circle"),
+        ({"skip_special_tokens": True, "include_stop_str_in_output": False}, "the red circle"),
+        ({"skip_special_tokens": False}, "the red<|endoftext|> circle"),
+        ({"include_stop_str_in_output": True}, "the red circle"),
+        (
+            {"skip_special_tokens": False, "include_stop_str_in_output": True},
+            "the red<|endoftext|> circle<|im_end|>",
+        ),
+        ({"stop": ["cir", "le"], "include_stop_str_in_output": True}, "the red cir"),
+        ({"stop": ["cir", "le"]}, "the red "),
+    ):
+        answer = await ask(gateway, stream, extra_body=fields)
+        assert [choice.text for choice in answer.choices] == [text], fields
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "where?"}], **fields}
+        chat = (await gateway.http.post("/v1/chat/completions", json=body)).json()
+        assert chat["choices"][0]["message"]["content"] == text, fields
+        assert chat["choices"][0]["finish_reason"] == "stop"
+
+
 CASES: list[tuple[str, dict, str, str]] = [
     ("no prompt", {"prompt": None}, "prompt", "prompt must be a string, a list of strings"),
     ("an empty prompt", {"prompt": ""}, "prompt", "is empty"),

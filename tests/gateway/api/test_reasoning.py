@@ -248,6 +248,21 @@ async def test_no_effort_turns_reasoning_off_where_the_template_can(reasoning_mo
     ) == (True, True, False)
 
 
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+async def test_the_switches_of_vllms_api_turn_reasoning_on_and_off(reasoning_model: Any, name: str) -> None:
+    """Whatever name the model's own template has for its switch."""
+    model = await reasoning_model(SWITCHED)
+    off = {"extra_body": {"chat_template_kwargs": {name: False}}}
+    made = (await model.ask("red", **off)).choices[0].message
+    assert (made.content, "reasoning_content" in made.model_extra) == ("red", False)
+    assert model.prompt().endswith("[assistant]<think>\n\n</think>\n\n")
+    await model.ask("red", reasoning_effort="low", **off)
+    assert model.prompt().endswith("[assistant]"), "OpenAI's own field counts first"
+    on = {"extra_body": {"chat_template_kwargs": {name: True}}}
+    made = (await model.ask(f"<think>\n{REASONED}", **on)).choices[0].message
+    assert (made.reasoning_content, made.content) == ("the circle is red", "red")
+
+
 @pytest.mark.parametrize("kind", ["text", "token"])
 async def test_each_conversation_decides_where_its_answer_begins(reasoning_model: Any, kind: str) -> None:
     model = await reasoning_model(BY_CONVERSATION, kind)

@@ -426,7 +426,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "metadata": ({"metadata": {"a": 1}}, "metadata", "the value of 'a' must be a string"),
     "a schema without a name": ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format", "requires name and schema"),
     "a schema that cannot be enforced": (
-        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}, "strict": True}}},
         "text.format.schema",
         "text.format.schema: ",
     ),

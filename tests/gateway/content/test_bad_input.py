@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmd_api.contract.answers import Grammar
+from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.body import JsonScanner, LongNumberError, TooDeepError
 from mmd_workers.gateway.content.chat_request import parse_chat_request
+from mmd_workers.gateway.content.response_format import MAX_SCHEMA_CHARACTERS
 from mmd_workers.model.frontend import HfFrontend
 from tests.gateway.running import Launch, Running
 
@@ -67,8 +68,9 @@ RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
 SCHEMA = "response_format.json_schema.schema"
 
 
-def schema(value: object) -> dict:
-    return body(response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": value}})
+def schema(value: object, **more: object) -> dict:
+    form = {"name": "answer", "schema": value, **more}
+    return body(response_format={"type": "json_schema", "json_schema": form})
 
 
 def tools(*functions: dict, **more: object) -> dict:
@@ -162,8 +164,17 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a typo in stream options", body(stream=True, stream_options={"continuous_usage": True}), 400, "stream_options.continuous_usage", "unknown field"),
     ("stream that is a string", body(stream="yes"), 400, "stream", "boolean"),
     ("effort that does not exist", body(reasoning_effort="most"), 400, "reasoning_effort", "'none'"),
-    ("another tier", body(service_tier="flex"), 400, "service_tier", "'auto' or 'default'"),
-    ("an answer that is stored", body(store=True), 400, "store", "False"),
+    ("another tier", body(service_tier="gold"), 400, "service_tier", "'auto', 'default'"),
+    ("log probabilities of a chat's prompt", body(prompt_logprobs=1), 400, "prompt_logprobs", "use echo with logprobs in /v1/completions"),
+    ("a prompt that is cut", body(truncate_prompt_tokens=8), 400, "truncate_prompt_tokens", "shorten the prompt"),
+    ("an answer that goes on", body(continue_final_message=True), 400, "continue_final_message", "use /v1/completions"),
+    ("an answer without beginning", body(add_generation_prompt=False), 400, "add_generation_prompt", "omit it"),
+    ("a search for the best beam", body(use_beam_search=True), 400, "use_beam_search", "use n"),
+    ("a priority", body(priority=1), 400, "priority", "the operator"),
+    ("a typo beside fields of vLLM", body(skip_special_token=True), 400, "skip_special_token", "unknown field"),
+    ("a variable of templates", body(chat_template_kwargs={"enable_thinkin": True}), 400, "chat_template_kwargs.enable_thinkin", "unknown field"),
+    ("another mark for caches", body(messages=user({**TEXT, "cache_control": {"type": "forever"}})), 400, "messages[0].content[0].cache_control.type", "'ephemeral'"),
+    ("an id that is a number", body(messages=[{"role": "user", "id": 1, "content": "x"}]), 400, "messages[0].id", "string"),
     ("a search", body(web_search_options={}), 400, "web_search_options", "not supported"),
     ("functions", body(functions=[{"name": "f"}]), 400, "functions", "use tools"),
     ("a tool without function", body(tools=[{"type": "function"}]), 400, "tools[0].function", "missing"),
@@ -176,7 +187,7 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("129 tools", tools(*[{"name": f"f{i}"} for i in range(129)]), 400, "tools", "at most 128"),
     ("parameters that are a list", tools({"name": "f", "parameters": []}), 400, "tools[0].function.parameters", "dictionary"),
     ("parameters that are a string", tools({"name": "f", "parameters": {"type": "string"}}), 400, "tools[0].function.parameters", "type must be 'object'"),
-    ("parameters that are too long", tools({"name": "f", "parameters": {"title": "x" * 65_536}}), 400, "tools[0].function.parameters", "more than 65536 characters"),
+    ("parameters that are too long", tools({"name": "f", "parameters": {"title": "x" * 65_536}}), 400, "tools[0].function.parameters", "more than 65472 characters"),
     ("tools that are too long for a prompt", tools(*[{"name": f"f{i}", "description": "word " * 3000} for i in range(9)]), 400, "tools", " characters; shorten it"),
     ("tools that are too long for a grammar", tools(*[{"name": f"f{i}", "parameters": {"title": "x" * 40_000}} for i in range(2)], tool_choice="required"), 400, "tools", "more than 65536 characters together"),
     ("a tool that must match what is not enforced", tools({"name": "f", "strict": True, "parameters": {"not": {}}}), 400, "tools", "Unimplemented keys"),
@@ -235,8 +246,11 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("an integer that no float is", schema({"enum": [2**53 + 1]}), 400, SCHEMA, "beyond"),
     ("a schema that is a list", schema([]), 400, SCHEMA, "dictionary"),
     ("a schema of no type", schema({"type": "colour"}), 400, SCHEMA, "colour"),
-    ("a keyword that is not enforced", schema({"not": {"type": "string"}}), 400, SCHEMA, "Unimplemented keys"),
-    ("uniqueItems", schema({"type": "array", "uniqueItems": True}), 400, SCHEMA, "uniqueItems"),
+    ("a keyword that is not enforced", schema({"not": {"type": "string"}}, strict=True), 400, SCHEMA, "remove not, or send the schema in response_format or in tools without strict"),
+    ("uniqueItems", schema({"type": "array", "uniqueItems": True}, strict=True), 400, SCHEMA, "remove uniqueItems, or"),
+    ("a format that is not enforced", schema({"type": "string", "format": "password"}, strict=True), 400, SCHEMA, "Unknown format: password; remove format, or"),
+    ("alternatives that overlap", schema({"oneOf": [{"type": "string"}, {"minLength": 1}]}, strict=True), 400, SCHEMA, "remove oneOf, or"),
+    ("structured outputs that are not enforced", body(structured_outputs={"json": {"not": {}}}), 400, "structured_outputs.json", "remove not, or"),
     ("a remote schema", schema({"$ref": "https://example.com/schema.json"}), 400, SCHEMA, "does not fetch"),
     ("a schema in a file", schema({"$ref": "file:///etc/passwd"}), 400, SCHEMA, "does not fetch"),
     ("a schema that is only itself", schema({"$ref": "#"}), 400, SCHEMA, "cannot be compiled"),
@@ -244,8 +258,8 @@ CASES: list[tuple[str, dict, int, str | None, str]] = [
     ("a schema that explodes", schema({"allOf": [{"anyOf": [{"type": "object", "properties": {f"{i}{j}": {"type": "integer", "minimum": j}}} for j in range(4)]} for i in range(8)]}), 400, SCHEMA, "too large"),
     ("a schema with 3,000 properties", schema({"type": "object", "properties": {str(i): {} for i in range(3000)}}), 400, SCHEMA, "too big"),
     ("a schema with 1,000 optional properties", schema({"type": "object", "properties": {str(i): {} for i in range(1000)}}), 400, SCHEMA, "items; max is 2000"),
-    ("a schema of 80 kB", schema({"enum": ["x" * 80_000]}), 400, SCHEMA, "more than 65536"),
-    ("options for the library", schema({"type": "object", "not": {}, "x-guidance": {"lenient": True}}), 400, SCHEMA, "Unimplemented keys"),
+    ("a schema of 80 kB", schema({"enum": ["x" * 80_000]}), 400, SCHEMA, "more than 65472"),
+    ("options for the library", schema({"type": "object", "not": {}, "x-guidance": {"lenient": True}}, strict=True), 400, SCHEMA, "Unimplemented keys"),
     ("a broken pattern", schema({"type": "string", "pattern": "^(a"}), 400, SCHEMA, "unclosed group"),
     ("a broken regex", body(structured_outputs={"regex": "(a"}), 400, "structured_outputs.regex", "unclosed group"),
     ("a grammar", body(structured_outputs={"grammar": "start: nothing"}), 400, "structured_outputs.grammar", "unknown field"),
@@ -343,6 +357,52 @@ async def test_each_malformed_byte_stream_gets_its_status(launch: Launch, subtes
     await assert_still_serves(gateway)
 
 
+TEXTS: list[tuple[str, bytes, str]] = [
+    ("the first half of an emoji", rb"cut \ud83d", "cut \ufffd"),
+    ("the second half of an emoji", rb"\uDE00 cut", "\ufffd cut"),
+    ("halves around a whole", rb"\ud83d\ud83d\ude00\ude00", "\ufffd\U0001f600\ufffd"),
+    ("halves in the wrong order", rb"\ude00\ud83d", "\ufffd\ufffd"),
+    ("a half after a backslash", rb"\\\ud83d\\", "\\\ufffd\\"),
+    ("a half beside what is spelled like one", rb"\ud83d \\ud83d", "\ufffd \\ud83d"),
+    ("what is spelled like a half", rb"\\ud83d", "\\ud83d"),
+]
+
+
+async def test_half_of_a_surrogate_pair_is_read_as_a_replacement_character(launch: Launch, subtests) -> None:
+    gateway = await launch()
+    for name, spelled, text in TEXTS:
+        with subtests.test(name):
+            sent = b'{"model": "builtin/demo", "prompt": "%b"}' % spelled
+            answer = await gateway.http.post(
+                "/tokenize", content=sent, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code == 200, answer.text
+            plain = await gateway.http.post("/tokenize", json={"model": MODEL, "prompt": text})
+            assert answer.json() == plain.json()
+
+
+async def test_a_body_with_half_a_surrogate_pair_must_be_valid_otherwise(launch: Launch) -> None:
+    gateway = await launch()
+    for spelled in (b'"\\ud83d\0\0"', b'"\\ud83d', b'"\\ud83"', b'"\\ud83d\\x"'):
+        answer = await gateway.http.post(
+            "/tokenize",
+            content=b'{"model": "builtin/demo", "prompt": %b}' % spelled,
+            headers={"content-type": "application/json"},
+        )
+        assert_is_error(answer, 400, None, "valid JSON")
+
+
+async def test_a_byte_order_mark_is_skipped(launch: Launch) -> None:
+    gateway = await launch()
+    plain = b'{"model": "builtin/demo", "prompt": "red"}'
+    answers = [
+        await gateway.http.post("/tokenize", content=sent, headers={"content-type": "application/json"})
+        for sent in (plain, b"\xef\xbb\xbf" + plain)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].json() == answers[1].json()
+
+
 async def test_a_body_of_unknown_length_is_cut_off_at_the_limit(launch: Launch) -> None:
     gateway = await launch(maxBodyMebibytes=1)
     sent = 0
@@ -401,6 +461,53 @@ async def test_more_tokens_than_fit_are_clamped_to_what_fits(launch: Launch) -> 
     assert [r.sampling.max_tokens for r in worker.requests] == [200 - prompt] * 2
 
 
+LENIENTLY: dict[str, dict] = {
+    "the sets of pydantic": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True},
+    "its secrets": {"type": "string", "format": "password"},
+    "the records of Zod": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
+    "a negation": {"type": "string", "not": {"const": "red"}},
+    "alternatives that overlap": {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 1}]},
+}
+
+
+@pytest.mark.parametrize("name", LENIENTLY)
+async def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes(launch: Launch, name: str) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    value = LENIENTLY[name]
+    parameters = {"type": "object", "properties": {"x": value}}
+    for sent in (
+        schema(value),
+        schema(value, strict=False),
+        tools({"name": "f", "parameters": parameters}, tool_choice="required"),
+    ):
+        response = await gateway.http.post("/v1/chat/completions", json=sent)
+        assert response.status_code == 200, response.text
+        assert worker.requests[-1].sampling.grammar is not None
+    for sent in (schema(value, strict=True), tools({"name": "f", "parameters": parameters, "strict": True})):
+        response = await gateway.http.post("/v1/chat/completions", json=sent)
+        assert response.status_code == 400, response.text
+
+
+def test_the_longest_schema_has_room_for_its_options() -> None:
+    longest = {"title": "x" * (MAX_SCHEMA_CHARACTERS - len('{"title":""}'))}
+    request = parse_chat_request(schema(longest))
+    grammar, _ = request.grammar()
+    assert MAX_SCHEMA_CHARACTERS < len(grammar.source) <= MAX_GRAMMAR_CHARACTERS
+
+
+async def test_what_a_lenient_schema_says_is_enforced(launch: Launch, frontend: HfFrontend) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    sent = schema({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True})
+    assert (await gateway.http.post("/v1/chat/completions", json=sent)).status_code == 200
+    grammar = worker.requests[0].sampling.grammar
+    for text, follows in (("[1, 2]", True), ("[1, 1]", True), ("[3]", False), ('"1"', False)):
+        matcher = frontend.grammars.begin(grammar).matcher
+        ids = gateway.ids(text)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == follows, text
+
+
 async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
     gateway = await launch()
     worker = await gateway.worker("the red circle")
@@ -410,11 +517,36 @@ async def test_values_that_mean_off_are_taken(launch: Launch) -> None:
         prediction={"type": "content", "content": "x"}, prompt_cache_retention="24h", tools=[], tool_choice="auto",
         min_p=0, repetition_penalty=1, min_tokens=0, stop_token_ids=[], bad_words=[], allowed_token_ids=None,
         guidance_scale=1, negative_prompt="what nobody computes",
+        use_beam_search=False, length_penalty=1.0, early_stopping=False, prompt_logprobs=None, truncate_prompt_tokens=None,
+        return_tokens_as_token_ids=False, logits_processors=[], priority=0, request_id="mine", add_generation_prompt=True,
+        continue_final_message=False, add_special_tokens=False, documents=[], chat_template=None, chat_template_kwargs={},
+        skip_special_tokens=True, spaces_between_special_tokens=True, include_stop_str_in_output=False, include_reasoning=True,
     )  # fmt: skip
     response = await gateway.http.post("/v1/chat/completions", json=neutral)
     assert response.status_code == 200, response.text
     assert worker.requests[0].sampling.rules is None
     assert worker.requests[0].guidance is None
+
+
+@pytest.mark.parametrize("tier", ["default", "flex", "priority", "scale"])
+async def test_hints_about_the_whole_request_are_taken(launch: Launch, tier: str) -> None:
+    gateway = await launch()
+    await gateway.worker("the red circle")
+    sent = body(store=True, service_tier=tier)
+    assert (await gateway.http.post("/v1/chat/completions", json=sent)).status_code == 200
+
+
+async def test_hints_about_parts_and_messages_change_nothing_of_the_prompt(launch: Launch) -> None:
+    gateway = await launch()
+    worker = await gateway.worker("the red circle")
+    hints = {"cache_control": {"type": "ephemeral"}}
+    marked = [{**TEXT, **hints}, {**IMAGE, **hints, "uuid": "one"}]
+    for messages in (user(TEXT, IMAGE), [{**user(*marked)[0], "id": "msg_1"}]):
+        sent = body(messages=messages)
+        assert (await gateway.http.post("/v1/chat/completions", json=sent)).status_code == 200
+    first, second = worker.requests
+    assert first.token_ids == second.token_ids
+    assert first.features == second.features
 
 
 RULES: dict[str, object] = {
@@ -451,7 +583,7 @@ async def test_a_form_reaches_the_worker_as_a_grammar(launch: Launch) -> None:
     recursive = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
     for asked in [
         body(response_format={"type": "json_object"}, n=2),
-        schema(recursive),
+        schema(recursive, strict=True),
         body(structured_outputs={"json": {"type": "boolean"}}),
         body(structured_outputs={"regex": "[ab]+"}),
         body(structured_outputs={"choice": ['"yes"', "nein\n"]}),
@@ -482,25 +614,21 @@ async def test_unknown_paths_and_methods_get_errors_of_the_same_shape(launch: La
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_a_trailing_slash_makes_another_path_and_redirects_nobody(launch: Launch) -> None:
+async def test_a_slash_at_the_end_of_a_path_is_dropped_and_redirects_nobody(launch: Launch) -> None:
     gateway = await launch()
-    for path in (
-        "/v1/chat/completions",
-        "/v1/messages",
-        "/tokenize",
-        "/openapi.json",
-        "/v1/models",
-        "/health",
-    ):
+    await gateway.worker("the red circle")
+    paths = ("/v1/chat/completions", "/v1/messages", "/tokenize", "/openapi.json", "/v1/models", "/health")
+    for path in paths:
         for port in (gateway.http, gateway.admin):
             for method in ("GET", "POST"):
+                plain = await port.request(method, path, json=body())
                 response = await port.request(
                     method, f"{path}/", json=body(), headers={"host": "127.0.0.1:81"}
                 )
-                kept = (method, path) == ("POST", "/v1/models")  # below it are names of models
-                assert response.status_code == (405 if kept else 404), (method, path)
+                assert response.status_code == plain.status_code, (method, path)
                 assert "location" not in response.headers
-                assert response.json()["error"]["message"]
+                twice = await port.request(method, f"{path}//", json=body())
+                assert twice.status_code in (404, 405), (method, path)
 
 
 def too_deep(limit: int, text: bytes, cuts: list[int]) -> bool:

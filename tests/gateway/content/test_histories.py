@@ -78,6 +78,7 @@ async def test_what_is_not_there_counts_as_empty(launch: Launch) -> None:
     without = {"role": "assistant", "tool_calls": [call()]}
     assert await prompt(gateway, [ASKED, without, result()]) == with_call
     assert await prompt(gateway, [ASKED, calls(call(), content=""), result()]) == with_call
+    assert await prompt(gateway, [ASKED, calls(call(), content=[]), result()]) == with_call
     answer = {"role": "assistant", "content": "3"}
     plain = await prompt(gateway, [ASKED, answer, ASKED])
     dumped = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
@@ -150,6 +151,30 @@ async def test_the_template_of_a_text_model_gets_ids_and_names(
     assert request.token_ids == tokenizer(expected, add_special_tokens=False).input_ids
 
 
+async def test_parts_are_lines_where_the_template_takes_a_text(
+    launch: Launch, text_model: Path, tmp_path: Path
+) -> None:
+    folder = with_template(text_model, tmp_path / "tools", TOOLS)
+    gateway = await launch(model={"id": str(folder), "servedName": ["text"]})
+    texts = [{"type": "text", "text": text} for text in ("Hello", "", "world")]
+
+    async def tokens(*messages: dict) -> list[int]:
+        answer = await gateway.http.post("/tokenize", json={"messages": list(messages)})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["tokens"]
+
+    named = {"call_id": "call12345", "name": "add"}
+    called = calls(call(call_id="call12345"))
+    asked, answered = {"role": "user", "content": texts}, {"role": "assistant", "content": texts}
+    assert await tokens(asked, answered, ASKED, called, result(texts, **named)) == await tokens(
+        {**asked, "content": "Hello\nworld"},
+        {**answered, "content": "Helloworld"},
+        ASKED,
+        called,
+        result("Hello\nworld", **named),
+    )
+
+
 PICTURE = {"type": "image_url", "image_url": {"url": url("image/png", png())}}
 READ = {"type": "text", "text": "read "}
 SEEN = "<|vision_bos|><|IMAGE|><|vision_eos|>"
@@ -203,11 +228,11 @@ async def test_a_picture_in_a_result_follows_where_results_are_text(seeing: Any)
     shown, asked = result([READ, PICTURE]), {"role": "user", "content": [PICTURE, READ]}
     said = {"role": "assistant", "content": "red"}
     for messages, expected in (
-        ([shown], f"[tool]read {BELOW}[user]{SEEN}"),
-        ([shown, shown], f"[tool]read {BELOW}[tool]read {BELOW}[user]{SEEN}{SEEN}"),
-        ([shown, ASKED], f"[tool]read {BELOW}[user]{SEEN}add 1 and 2"),
-        ([shown, asked], f"[tool]read {BELOW}[user]{SEEN}{SEEN}read "),
-        ([shown, said, ASKED], f"[tool]read {BELOW}[user]{SEEN}[assistant]red[user]add 1 and 2"),
+        ([shown], f"[tool]read \n{BELOW}[user]{SEEN}"),
+        ([shown, shown], f"[tool]read \n{BELOW}[tool]read \n{BELOW}[user]{SEEN}{SEEN}"),
+        ([shown, ASKED], f"[tool]read \n{BELOW}[user]{SEEN}add 1 and 2"),
+        ([shown, asked], f"[tool]read \n{BELOW}[user]{SEEN}{SEEN}read "),
+        ([shown, said, ASKED], f"[tool]read \n{BELOW}[user]{SEEN}[assistant]red[user]add 1 and 2"),
         ([result("3"), said, asked], f"[tool]3[assistant]red[user]{SEEN}read "),
     ):
         assert await seen_prompt(gateway, *messages) == expected

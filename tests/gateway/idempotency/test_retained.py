@@ -277,26 +277,32 @@ async def test_a_tenant_at_its_limit_is_told_its_own_number(monkeypatch: pytest.
         answers.begin(names(3, "a")[2], BODY)
 
 
-async def test_openais_client_reads_no_event_in_a_comment() -> None:
+@pytest.mark.parametrize(
+    ("body", "blocks", "events"),
+    [
+        (
+            b"data: 1\n\n: waiting\n\ndata: 2\n\n",
+            [b"id: deadbeef-0\ndata: 1\n\n", b": waiting\n", b"id: deadbeef-2\ndata: 2\n\n"],
+            ["1", "2"],
+        ),
+        (
+            b": waiting\n\nevent: a\ndata: 1\n\ndata: 2\n\n",
+            [b": waiting\n", b"id: deadbeef-1\nevent: a\ndata: 1\n\n", b"id: deadbeef-2\ndata: 2\n\n"],
+            ["1", "2"],
+        ),
+    ],
+    ids=["between events", "before them"],
+)
+async def test_comments_have_numbers_but_no_ids_and_are_no_events_for_openais_client(
+    body: bytes, blocks: list[bytes], events: list[str]
+) -> None:
     answer = RetainedAnswers(1 << 20).begin(names(1)[0], BODY)
     await answer.put(dict(HEAD))
-    await answer.put({"type": "http.response.body", "body": b"data: 1\n\n: waiting\n\ndata: 2\n\n"})
+    await answer.put({"type": "http.response.body", "body": body})
     with answer.reader(0) as reader:
-        blocks = (await answer.read(reader)).blocks
-    assert [event.data for event in SSEDecoder().iter_bytes(iter(blocks))] == ["1", "2"]
-
-
-async def test_comments_have_numbers_but_no_ids() -> None:
-    answer = RetainedAnswers(1 << 20).begin(names(1)[0], BODY)
-    await answer.put(dict(HEAD))
-    await answer.put({"type": "http.response.body", "body": b": waiting\n\nevent: a\ndata: 1\n\ndata: 2\n\n"})
-    with answer.reader(0) as reader:
-        blocks = (await answer.read(reader)).blocks
-    assert blocks == [
-        b": waiting\n",
-        b"id: deadbeef-1\nevent: a\ndata: 1\n\n",
-        b"id: deadbeef-2\ndata: 2\n\n",
-    ]
+        read = (await answer.read(reader)).blocks
+    assert read == blocks
+    assert [event.data for event in SSEDecoder().iter_bytes(iter(read))] == events
 
 
 @given(

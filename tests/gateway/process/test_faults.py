@@ -7,6 +7,7 @@ import contextlib
 import json
 from dataclasses import asdict, replace
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -463,6 +464,37 @@ async def test_a_request_the_model_cannot_compute_is_tried_only_once(launch: Lau
     assert "not finite" in caught.value.message
     assert [request.attempt for request in worker.requests] == [0]
     await assert_nothing_is_left(gateway)
+
+
+@pytest.mark.parametrize("code", ["bad_logits", "step_failed", "deadline_exceeded", "internal"])
+async def test_official_clients_do_not_send_a_failed_request_again(launch: Launch, code: str) -> None:
+    gateway = await launch()
+
+    async def fail(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(request, code, "it failed", retryable=False)
+
+    worker = await gateway.worker(TEXT, fail)
+    with pytest.raises(openai.APIStatusError):
+        await gateway.openai.with_options(max_retries=2).chat.completions.create(model=MODEL, messages=HELLO)
+    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none") as client:
+        with pytest.raises(anthropic.APIStatusError):
+            await client.messages.create(model=MODEL, messages=HELLO, max_tokens=4)
+    assert len(worker.requests) == 2, "one for each client"
+
+
+async def test_official_clients_are_not_kept_from_sending_a_request_again_that_may_succeed(
+    launch: Launch,
+) -> None:
+    gateway = await launch(maxRetries=0)
+
+    async def fail(worker: ScriptedWorker, request: GenerateRequest) -> None:
+        await worker.fail(request, "link_failed", "the link broke", retryable=True)
+
+    await gateway.worker(TEXT, fail)
+    body = {"model": MODEL, "messages": HELLO}
+    answer = await gateway.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+    assert "x-should-retry" not in answer.headers
 
 
 async def test_a_preempted_sequence_continues_without_using_up_its_retries(launch: Launch) -> None:

@@ -225,11 +225,15 @@ def _as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content as one string, as templates of text models read it; parts stay if one of them is the reasoning."""
+    """Content as one string, as templates of text models read it; parts stay if one of them is the reasoning.
+
+    Parts are lines, as on vLLM's server. Those of an answer are what the model wrote in one piece.
+    """
     normal = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list) and not any("thinking" in part for part in content):
-            content = "".join(part.get("text", "") for part in content)
+            between = "" if message["role"] == "assistant" else "\n"
+            content = between.join(filter(None, (part.get("text") for part in content)))
         normal.append({**message, "content": content or ""})
     return normal

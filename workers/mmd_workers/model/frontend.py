@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer
@@ -55,10 +56,12 @@ class HfFrontend:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         pooled_frames: int = 1,
+        sampling_defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`pooled_frames`: number of successive frames of a video that become one."""
+        """`pooled_frames`: number of successive frames of a video that become one. `sampling_defaults`: see `Frontend`."""
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
+        self.sampling_defaults = dict(sampling_defaults)
         self.max_model_len = max_model_len
         self.vocab_size = int(adapter.config.get_text_config().vocab_size)
         self.longest_token_characters = max(map(len, tokenizer.get_vocab()))
@@ -444,4 +447,5 @@ def load_frontend(model: ModelSpec, media: MediaPolicy) -> HfFrontend:
         source.eos_token_ids(folder, config),
         source.resolve_max_model_len(model, config),
         model.pooled_video_frames,
+        source.sampling_defaults(folder),
     )

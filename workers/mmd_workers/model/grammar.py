@@ -37,9 +37,11 @@ JSON_FORM = {
     "whitespace_pattern": None,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    "coerce_one_of": False,
-    "lenient": False,  # a keyword that is not enforced is an error
 }
+"""Options for all schemas. A schema may have others under `SCHEMA_OPTIONS`: by default, a keyword that is not enforced is an error."""
+SCHEMA_OPTIONS = "x-guidance"
+LENIENT = {"lenient": True, "coerce_one_of": True}
+"""Options of a schema whose other keywords count as annotations. An answer may match several alternatives of its `oneOf`."""
 PARSER_LIMITS = {
     "max_grammar_size": 20_000,
     "initial_lexer_fuel": 1_000_000,  # some 20 ms

@@ -35,9 +35,13 @@ from mmd_workers.model.reasoning import Reasoning
 
 
 class Frontend(Protocol):
-    """Turns chat messages and medium facts into token ids, and token ids back into text. Thread safe."""
+    """Turns chat messages and medium facts into token ids, and token ids back into text. Thread safe.
+
+    `sampling_defaults`: the sampling that the checkpoint recommends, by the names of the API's parameters.
+    """
 
     eos_token_ids: frozenset[int]
+    sampling_defaults: dict[str, float]
     vocab_size: int
     longest_token_characters: int
     max_model_len: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 from importlib import resources
@@ -26,11 +28,21 @@ from mmd_api.spec.model import ModelSpec
 from mmd_api.weights import url_of
 from mmd_workers.weights import cache
 
+log = logging.getLogger(__name__)
+
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BUILTIN = {"builtin/demo": "demo"}
 SETTINGS_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_PATTERNS = [*SETTINGS_PATTERNS, "*.safetensors"]
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+SAMPLING_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Parameters that a checkpoint may recommend, with the values that a request may have."""
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
 
 
@@ -155,6 +167,25 @@ def load_config(folder: Path) -> Any:
             "installed transformers implements: code from model repositories is never run"
         ) from error
     return getattr(config, "thinker_config", config)
+
+
+def sampling_defaults(folder: Path) -> dict[str, float]:
+    """The sampling that generation_config.json recommends, by the names of the API's parameters.
+
+    Values that no request could have are left out, with a warning.
+    """
+    file = folder / "generation_config.json"
+    recommended = json.loads(file.read_text()) if file.is_file() else {}
+    defaults: dict[str, float] = {}
+    for name, (low, high) in SAMPLING_BOUNDS.items():
+        value = recommended.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            log.warning("%s of %s is ignored: %.80r is not from %g to %g", name, file, value, low, high)
+            continue
+        defaults[name] = int(value) if name == "top_k" else float(value)
+    return defaults
 
 
 def resolve_dtype(spec: ModelSpec, config: Any) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from mmd_workers.gateway.output.call_parser import CallPart
 from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
+from mmd_workers.gateway.output.token_texts import DecodedToken
 
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -16,9 +17,9 @@ Piece = str | CallPart | ReasoningPart
 
 
 class Candidate(NamedTuple):
-    """A token that could have been chosen. `text`: the token decoded on its own."""
+    """A token that could have been chosen."""
 
-    text: str
+    token: DecodedToken
     logprob: float
 
 
@@ -29,7 +30,7 @@ class ScoredToken:
     `logprob`: None for the first token of a prompt, which has no context.
     """
 
-    text: str
+    token: DecodedToken
     logprob: float | None
     likeliest: Sequence[Candidate]
 

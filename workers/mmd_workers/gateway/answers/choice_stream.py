@@ -10,6 +10,7 @@ from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason,
 from mmd_workers.gateway.output.call_parser import CallParser
 from mmd_workers.gateway.output.detokenizer import IncrementalDetokenizer, StopScanner
 from mmd_workers.gateway.output.reasoning_parser import ReasoningParser, ReasoningPart, RunKind
+from mmd_workers.gateway.output.token_texts import TokenTexts
 from mmd_workers.gateway.placement.dispatcher import ServedSequence
 from mmd_workers.gateway.placement.sequence_state import Taken
 from mmd_workers.model.interfaces import Frontend
@@ -31,6 +32,8 @@ class ChoiceStream:
         *,
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
+        special_tokens: bool = False,
+        stops_shown: bool = False,
         logprobs: bool,
         token_ids: bool,
         parser: CallParser | None = None,
@@ -39,24 +42,28 @@ class ChoiceStream:
         """Creates the stream of one choice.
 
         `stop_token_ids`: tokens that are not text if they end the answer. `min_tokens`: within this many tokens no stop string ends the
-        answer. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its
+        answer. `special_tokens`: special tokens are text. `stops_shown`: what ends the answer is text. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its
         reasoning, as in vLLM.
         """
         self.index = index
         self.sequence = sequence
         self.finish_reason: ApiFinishReason | None = None
         self.completion_tokens = 0
-        self._frontend = frontend
         self._parser = parser
         self._reasoning = reasoning
         marker_ids = frozenset(
             token_id for reader in (parser, reasoning) if reader for token_id in reader.token_ids
         )
-        self._detokenizer = IncrementalDetokenizer(functools.partial(frontend.decode, kept=marker_ids))
-        self._scanner = StopScanner(stops)
-        self._stop_token_ids = frozenset(stop_token_ids)
+        decode = functools.partial(frontend.decode, special_tokens=special_tokens, kept=marker_ids)
+        self._detokenizer = IncrementalDetokenizer(decode)
+        self._scanner = StopScanner(stops, shown=stops_shown)
+        self._hidden_ends: frozenset[int] = (
+            frozenset() if stops_shown else frontend.eos_token_ids.union(stop_token_ids)
+        )
         self._min_tokens = min_tokens
         self._logprobs = logprobs
+        self._token_texts = TokenTexts(frontend, special_tokens=special_tokens)
+        self._text_begins = True
         self._token_ids = token_ids
         self._has_begun = False
 
@@ -76,7 +83,7 @@ class ChoiceStream:
             self.completion_tokens += 1
             token_ids.append(item.token_id)
             stops = self.completion_tokens > self._min_tokens
-            if item.finish_reason != "stop" or item.token_id not in self._stop_token_ids:
+            if item.finish_reason != "stop" or item.token_id not in self._hidden_ends:
                 piece = self._detokenizer.push([item.token_id])
                 if self._reasoning is not None:
                     self._reasoning.expect(item.token_id, piece)
@@ -148,24 +155,26 @@ class ChoiceStream:
     def _scored(self, item: Taken) -> ScoredToken:
         if item.logprob is None:
             raise MmdError("the worker sent a token without the requested log probability")
-        return self._token(item.token_id, item.logprob, item.top_logprobs)
+        scored = self._token(item.token_id, item.logprob, item.top_logprobs, begins=self._text_begins)
+        self._text_begins = self._text_begins and scored.token.is_special
+        return scored
 
     def _prompt(self, logprobs: Sequence[PromptLogprob]) -> list[ScoredToken]:
         """The tokens of the prompt; the first has no context, so it has no probability."""
         first, *others = self.sequence.state.spec.token_ids
         if len(logprobs) != len(others):
             raise MmdError("the worker sent no log probabilities of the prompt, or not all")
-        return [
-            self._token(first, None, []),
-            *(
-                self._token(token, scored.logprob, scored.top_logprobs)
-                for token, scored in zip(others, logprobs, strict=True)
-            ),
-        ]
+        tokens = [self._token(first, None, [], begins=True)]
+        begins = tokens[0].token.is_special
+        for token_id, scored in zip(others, logprobs, strict=True):
+            token = self._token(token_id, scored.logprob, scored.top_logprobs, begins=begins)
+            begins = begins and token.token.is_special
+            tokens.append(token)
+        return tokens
 
-    def _token(self, token_id: int, logprob: float | None, likeliest: Sequence[TokenLogprob]) -> ScoredToken:
-        candidates = [Candidate(self._text(token.token_id), token.logprob) for token in likeliest]
-        return ScoredToken(self._text(token_id), logprob, candidates)
-
-    def _text(self, token_id: int) -> str:
-        return self._frontend.decode([token_id])
+    def _token(
+        self, token_id: int, logprob: float | None, likeliest: Sequence[TokenLogprob], *, begins: bool
+    ) -> ScoredToken:
+        texts = self._token_texts
+        candidates = [Candidate(texts.of(one.token_id, begins=begins), one.logprob) for one in likeliest]
+        return ScoredToken(texts.of(token_id, begins=begins), logprob, candidates)

@@ -55,6 +55,7 @@ def application(gateway: Gateway, is_open: Sequence[Route], known: str) -> Starl
     If API keys are required, every path that is not in `is_open` requires one, including unknown paths.
     """
     middleware = [
+        Middleware(_SlashMiddleware),
         Middleware(_FarewellMiddleware, gateway=gateway),
         Middleware(AuditMiddleware, gateway=gateway, open_routes=is_open),
     ]
@@ -156,6 +157,18 @@ def health_routes(gateway: Gateway) -> list[Route]:
         Route("/ready", ready),
         Route(paths.READYZ, takes_traffic),
     ]
+
+
+class _SlashMiddleware:
+    """Drops a slash at the end of the path before anything else reads it: some clients add one to every path."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: ReceiveChannel, send: SendChannel) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope["path"] = scope["path"].removesuffix("/")
+        await self._app(scope, receive, send)
 
 
 class _FarewellMiddleware:

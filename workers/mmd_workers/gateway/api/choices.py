@@ -77,6 +77,8 @@ class Choices:
                 request.stops,
                 stop_token_ids=sampling.stop_token_ids,
                 min_tokens=sampling.min_tokens,
+                special_tokens=request.skip_special_tokens is False,
+                stops_shown=bool(request.include_stop_str_in_output),
                 logprobs=request.num_logprobs is not None,
                 token_ids=bool(request.return_token_ids),
                 parser=None if prepared.new_parser is None else prepared.new_parser(),

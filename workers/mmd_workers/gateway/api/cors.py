@@ -7,6 +7,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from mmd_api.spec.gateway import CorsSpec
+from mmd_workers.gateway.basics.api_errors import SHOULD_RETRY
 from mmd_workers.gateway.intake.omissions import HEADERS
 
 METHODS = ("GET", "POST", "DELETE")
@@ -17,6 +18,7 @@ SHOWN_HEADERS = (
     "www-authenticate",
     "x-mmd-gateway",
     "x-request-id",
+    SHOULD_RETRY,
     *HEADERS,
 )
 """Response headers to expose: browsers hide headers from pages of other origins unless they are listed."""

@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 INTERNAL = "internal error; check the gateway's log"
 RETRY_AFTER_SECONDS = 2.0  # without an estimate
+SHOULD_RETRY = "x-should-retry"
+"""The official clients obey this header. Without it, they retry every status from 500 on."""
 
 
 class ApiError(Exception):
@@ -30,6 +32,7 @@ class ApiError(Exception):
         self.message = error.message
         self.code = error.code
         self.param = param
+        self._is_retryable = error.retryable
         estimated = error.retry_after_seconds if isinstance(error, OverloadedError) else None
         self.retry_after_seconds = (estimated or RETRY_AFTER_SECONDS) if status in (429, 503) else None
 
@@ -54,7 +57,9 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of a response with this error."""
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.retry_after is not None:
+            return {"retry-after": str(self.retry_after)}
+        return {SHOULD_RETRY: "false"} if self.status >= 500 and not self._is_retryable else {}
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""

@@ -137,11 +137,25 @@ class GenerationRequest(Strict):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: Annotated[
+        bool | None, Explained("`false`: special tokens of the answer are a part of its text")
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, Explained("`true`: the stop string or token that ends the answer is a part of its text")
+    ] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None, Ignored("the tokenizer decides which tokens have spaces between them")
+    ] = None
     return_token_ids: bool | None = None
     timings: bool | None = None
     user: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     metadata: Annotated[dict[str, Any] | None, DISCARD, _NO_EFFECT] = None
-    service_tier: Annotated[Literal["auto", "default"] | None, Ignored("there is one tier")] = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority", "scale"] | None, Ignored("there is one tier")
+    ] = None
+    request_id: Annotated[
+        str | None, Field(max_length=256), Ignored("send the header x-client-request-id")
+    ] = None
     cache_salt: CacheSalt | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -223,6 +237,18 @@ class GenerationRequest(Strict):
         return None
 
 
+class TemplateSwitches(Strict):
+    """The switches of chat templates for reasoning, as vLLM's server takes them. Both names are for any template."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+    @property
+    def reasons(self) -> bool | None:
+        """True if the answer begins with reasoning; None: the default of the model's template."""
+        return self.thinking if self.enable_thinking is None else self.enable_thinking
+
+
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
@@ -230,7 +256,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    store: Literal[False] | None = None
+    store: Annotated[bool | None, Ignored("no chat is stored")] = None
     safety_identifier: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_retention: Annotated[Literal["in_memory", "24h"] | None, _NO_EFFECT] = None
@@ -241,6 +267,8 @@ class ChatRequest(GenerationRequest):
         dict[str, Any] | None, DISCARD, Ignored("a hint for speed: the answer is the same without it")
     ] = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: Annotated[Literal[True] | None, Ignored("reasoning is always shown")] = None
+    chat_template_kwargs: TemplateSwitches | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, Ignored("a hint: request the length in the prompt")
@@ -259,7 +287,10 @@ class ChatRequest(GenerationRequest):
     @property
     def reasons(self) -> bool | None:
         """True if the answer begins with reasoning; None: the default of the model's template."""
-        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+        if self.reasoning_effort is not None:
+            return self.reasoning_effort != "none"
+        switches = self.chat_template_kwargs
+        return None if switches is None else switches.reasons
 
     @property
     def tool_use(self) -> ToolUse | None:
@@ -276,7 +307,25 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+OTHER_SERVERS: NotServed = {
+    "use_beam_search": ((False,), "omit it, or use n and select the best choice in the client"),
+    "length_penalty": ((1,), "it is for beam search; omit it"),
+    "early_stopping": ((False,), "it is for beam search; omit it"),
+    "prompt_logprobs": ((), "use echo with logprobs in /v1/completions"),
+    "truncate_prompt_tokens": ((), "shorten the prompt in the client"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
+    "priority": ((0,), "the operator sets the priority of a tenant; omit it"),
+}
+"""Fields of vLLM's API, most of which its clients send with the value that means "off"."""
+
 NOT_SERVED: NotServed = {
+    **OTHER_SERVERS,
+    "add_generation_prompt": ((True,), "every answer begins with a new message; omit it"),
+    "continue_final_message": ((False,), "use /v1/completions to continue a text"),
+    "add_special_tokens": ((False,), "the chat template writes them; omit it"),
+    "documents": (([],), "put them into messages"),
+    "chat_template": ((), "the model's own template is used; omit it"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "modalities": ((["text"],), "output is text only; use ['text'] or omit it"),

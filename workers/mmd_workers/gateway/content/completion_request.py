@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import NotServed, validated
-from mmd_workers.gateway.content.chat_request import GenerationRequest, check_together
+from mmd_workers.gateway.content.chat_request import OTHER_SERVERS, GenerationRequest, check_together
 
 MAX_PROMPTS = 64
 MAX_ANSWERS = 64  # answers to all prompts
@@ -77,6 +77,7 @@ class CompletionRequest(GenerationRequest):
 
 
 NOT_SERVED: NotServed = {
+    **OTHER_SERVERS,
     "suffix": (("",), "the model continues a text and does not fill gaps; omit it"),
     "best_of": ((1,), "use n and select the best choice in the client"),
 }

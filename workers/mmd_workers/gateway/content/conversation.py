@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
@@ -78,6 +78,8 @@ _EMPTY_IN_ANSWERS = frozenset(
 class _Turn(Strict):
     """What all messages have in common."""
 
+    id: Annotated[str | None, Field(max_length=256), Ignored("nothing is stored under it")] = None
+
     @model_validator(mode="before")
     @classmethod
     def _without_empty_fields(cls, value: object) -> object:
@@ -116,11 +118,16 @@ class ToolCall(Strict):
     index: Annotated[int | None, Ignored("a place in a stream")] = None
 
 
+def _null_if_empty(content: object) -> object:
+    """Some clients send an empty list beside tool calls."""
+    return None if content == [] else content
+
+
 class AnswerMessage(_Turn):
     """What the model said before: content, a refusal or tool calls, after reasoning."""
 
     role: Literal["assistant"]
-    content: AnswerContent | None = None
+    content: Annotated[AnswerContent | None, BeforeValidator(_null_if_empty)] = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[

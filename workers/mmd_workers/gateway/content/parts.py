@@ -53,7 +53,29 @@ class MediaSource:
         return "image" if self.kind == "document" else self.kind
 
 
-class TextPart(Strict):
+class CacheControl(Strict):
+    """A mark that a prefix is to be cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+CacheMark = Annotated[CacheControl | None, Ignored("prefixes of prompts are cached without it")]
+
+
+class ContentPartFields(Strict):
+    """What all parts have in common."""
+
+    cache_control: CacheMark = None
+
+
+class MediaPartFields(ContentPartFields):
+    """What all media have in common."""
+
+    uuid: Annotated[str | None, Field(max_length=256), Ignored("the bytes say which medium it is")] = None
+
+
+class TextPart(ContentPartFields):
     """Text of a message."""
 
     type: Literal["text", "input_text"]
@@ -107,7 +129,7 @@ class ImageUrl(MediaUrl):
     detail: Detail = None
 
 
-class ImageUrlPart(PixelFields):
+class ImageUrlPart(PixelFields, MediaPartFields):
     """An image by URL."""
 
     type: Literal["image_url"]
@@ -119,7 +141,7 @@ class ImageUrlPart(PixelFields):
         return MediaSource("image", f"{param}.image_url.url", self.image_url.url, choice, param)
 
 
-class InputImagePart(PixelFields):
+class InputImagePart(PixelFields, MediaPartFields):
     """An image by URL or an uploaded one, as the Responses API spells it."""
 
     type: Literal["input_image"]
@@ -161,7 +183,7 @@ class FileContent(Strict):
         return self
 
 
-class FilePart(PixelFields):
+class FilePart(PixelFields, MediaPartFields):
     """A file: an image, a video, a sound, or a PDF, of which each page becomes an image."""
 
     type: Literal["file"]
@@ -178,7 +200,7 @@ class FilePart(PixelFields):
         )
 
 
-class InputFilePart(PixelFields):
+class InputFilePart(PixelFields, MediaPartFields):
     """A file as the Responses API spells it."""
 
     type: Literal["input_file"]
@@ -272,7 +294,7 @@ Timestamps = Annotated[
 ]
 
 
-class VideoUrlPart(FrameFields):
+class VideoUrlPart(FrameFields, MediaPartFields):
     """A video by URL."""
 
     type: Literal["video_url"]
@@ -297,7 +319,7 @@ class VideoUrlPart(FrameFields):
         return MediaSource("video", f"{param}.video_url.url", self.video_url.url, choice, param)
 
 
-class AudioUrlPart(Strict):
+class AudioUrlPart(MediaPartFields):
     """A sound by URL."""
 
     type: Literal["audio_url"]
@@ -315,7 +337,7 @@ class InputAudio(Strict):
     format: Annotated[str, Field(pattern=r"^[a-z0-9]{1,16}$")]
 
 
-class InputAudioPart(Strict):
+class InputAudioPart(MediaPartFields):
     """A sound in the request itself."""
 
     type: Literal["input_audio"]

@@ -17,8 +17,9 @@ from mmd_api.contract.errors import GrammarFailedError, InvalidValueError, Unsup
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import Strict
 from mmd_workers.gateway.output.grammar_trial import TooCostlyError, try_out
-from mmd_workers.model.grammar import Grammars
+from mmd_workers.model.grammar import LENIENT, SCHEMA_OPTIONS, Grammars
 
+MAX_SCHEMA_CHARACTERS = MAX_GRAMMAR_CHARACTERS - 64  # room for options
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARACTERS = 4096
 MAX_CHOICES_CHARACTERS = 32_768  # characters of all choices, escapes included
@@ -29,12 +30,18 @@ OBJECT = '{"type":"object"}'
 
 def as_json(schema: dict[str, Any]) -> str:
     """The schema as JSON. A parsed schema would take ten times the memory for as long as the request lasts."""
+    schema = {name: value for name, value in schema.items() if name != SCHEMA_OPTIONS}
     source = json.dumps(schema, separators=(",", ":"))
-    if len(source) > MAX_GRAMMAR_CHARACTERS:
+    if len(source) > MAX_SCHEMA_CHARACTERS:
         raise PydanticCustomError(
-            "too_long", f"the schema has more than {MAX_GRAMMAR_CHARACTERS} characters as JSON; shorten it"
+            "too_long", f"the schema has more than {MAX_SCHEMA_CHARACTERS} characters as JSON; shorten it"
         )
     return source
+
+
+def lenient(source: str) -> str:
+    """The schema, without its keywords that cannot be enforced."""
+    return json.dumps({**json.loads(source), SCHEMA_OPTIONS: LENIENT}, separators=(",", ":"))
 
 
 def exact_integers(source: str) -> str:
@@ -62,7 +69,7 @@ Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 class JsonSchemaFormat(Strict):
-    """A named schema. Every answer matches it, whether it is `strict` or not; name and description have no effect."""
+    """A named schema. Every answer matches it. `strict`: a keyword that cannot be enforced is an error. Name and description have no effect."""
 
     name: SchemaName
     description: str | None = None
@@ -91,7 +98,8 @@ class ResponseFormat(Strict):
         if self.json_schema is None:
             return Grammar("json_schema", OBJECT), "response_format"
         source: Any = self.json_schema.source
-        return Grammar("json_schema", source), "response_format.json_schema.schema"
+        form = Grammar("json_schema", source if self.json_schema.strict else lenient(source))
+        return form, "response_format.json_schema.schema"
 
 
 class StructuredOutputs(Strict):
@@ -195,5 +203,16 @@ class GrammarCheck:
         return GrammarFailedError(reason)
 
 
+_NOT_ENFORCED = re.compile(
+    r"Unimplemented keys: \[(?P<keys>.*)\]|Unknown (?P<format>format): .*|(?P<one>oneOf) constraints.*"
+)
+
+
 def _cannot(error: GrammarFailedError) -> str:
+    if match := _NOT_ENFORCED.fullmatch(error.message):
+        keywords = (match["keys"] or match["format"] or match["one"]).replace('"', "")
+        return (
+            f"cannot be enforced: {error.message}; remove {keywords}, or send the schema in response_format or in tools without strict, where "
+            "such keywords are annotations"
+        )
     return f"cannot be compiled: {error.message}; change or simplify it"

@@ -22,6 +22,7 @@ from mmd_workers.gateway.basics.strict import Strict
 from mmd_workers.gateway.content.response_format import OBJECT, as_json, exact_integers
 from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.model.call_forms import Spelling
+from mmd_workers.model.grammar import LENIENT, SCHEMA_OPTIONS
 
 MAX_TOOLS = 128  # OpenAI's limit
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -51,7 +52,7 @@ class ServerTool(BaseModel):
 
 
 class FunctionTool(Strict):
-    """A function. `strict`: its calls match the schema of its parameters."""
+    """A function. `strict`: its calls match the schema of its parameters, all of whose keywords can be enforced."""
 
     name: FunctionName
     description: str | None = None
@@ -183,7 +184,8 @@ class ToolUse:
                 exact_integers(source)
             except PydanticCustomError as error:
                 raise ApiError(InvalidValueError(f"{param}: {error.message()}"), param=param) from error
-            schemas[f"tool{number}"] = _closed(json.loads(source))
+            options = {} if tool.strict else {SCHEMA_OPTIONS: LENIENT}
+            schemas[f"tool{number}"] = {**_closed(json.loads(source)), **options}
             called.append(f"{_quoted(tool.name + spelling.middle, spelling)} @tool{number}")
         composite: dict[str, Any] = {"lark": "", "json_schema": schemas, "regex": {}}
         if answer is not None and not self.forced:

@@ -103,6 +103,7 @@ class Intake:
         Raises:
             ApiError: names the part and the remedy.
         """
+        self._answers.use_defaults(request)
         rules, tools = await self._answers.rules(request), request.tool_use
         spelling = None if tools is None else await self._answers.spelling()
         reasoning = await self._answers.reasoning()

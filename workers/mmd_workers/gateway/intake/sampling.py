@@ -35,6 +35,7 @@ from mmd_workers.model.reasoning import Begin, Reasoning
 from mmd_workers.wire.messages.message_parts import Sampling
 
 MAX_SEED = 2**63
+WITH_DRAFTS = {"temperature", "top_p", "top_k"}  # recommended parameters that work with speculative decoding
 
 
 class AnswerRules:
@@ -46,6 +47,12 @@ class AnswerRules:
         self._drafts = vllm is not None and vllm.speculative is not None
         self._frontend = frontend
         self._grammars = GrammarCheck(frontend.grammars)
+
+    def use_defaults(self, request: GenerationRequest) -> None:
+        """Set the parameters that the checkpoint recommends, and the request leaves out."""
+        for name, value in self._frontend.sampling_defaults.items():
+            if getattr(request, name) is None and (name in WITH_DRAFTS or not self._drafts):
+                setattr(request, name, value)
 
     async def rules(self, request: GenerationRequest) -> LogitRules | None:
         """The request's changes of logits, checked against the vocabulary."""

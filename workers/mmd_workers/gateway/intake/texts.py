@@ -48,6 +48,7 @@ class Texts:
         Raises:
             ApiError: names the prompt and the remedy.
         """
+        self._answers.use_defaults(request)
         rules, grammar = await self._answers.rules(request), await self._answers.grammar(request)
         limit = self._checks.limit(model_len)
         prompts = request.prompts

@@ -90,7 +90,9 @@ class StopScanner:
     pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
+        """`shown`: the stop string that ends the text is a part of it."""
+        self._shown = shown
         self._by_first: dict[str, list[str]] = {}  # most tokens have the first character of few of them
         for stop in filter(None, stops):
             self._by_first.setdefault(stop[0], []).append(stop)
@@ -98,7 +100,7 @@ class StopScanner:
         self.matched: str | None = None
 
     def push(self, piece: str, *, stops: bool = True) -> str:
-        """Add a piece, and return the text that surely precedes any stop string. After a match (`matched` is set) no more text is returned.
+        """Add a piece, and return the text that surely is before the end of the answer. After a match (`matched` is set) no more text is returned.
 
         Without `stops`, stop strings that are complete with this piece count as text.
         """
@@ -113,9 +115,9 @@ class StopScanner:
             if stops and (at := text.find(stop, max(0, num_held + 1 - len(stop)))) >= 0
         ]
         if matches:
-            _, at, self.matched = min(matches)
+            end, at, self.matched = min(matches)
             self._held = ""
-            return text[:at]
+            return text[: end if self._shown else at]
         hold = max((overlap(text, stop) for stop in candidates), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

@@ -11,11 +11,11 @@ from mmd_workers.gateway.answers.usage import Usage
 
 
 class TopLogprob(BaseModel):
-    """A token that might have been chosen."""
+    """A token that might have been chosen. `bytes`: what it adds to the text."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprobs(TopLogprob):

@@ -26,7 +26,6 @@ from mmd_workers.gateway.api.chat.chat_response import (
     TopLogprob,
 )
 from mmd_workers.gateway.output.call_parser import CallPart
-from mmd_workers.gateway.output.detokenizer import REPLACEMENT
 
 
 class ChatShape(ChunkedShape):
@@ -163,16 +162,11 @@ def _call_delta(part: CallPart) -> ToolCallDelta:
 def _token_logprobs(scored: ScoredToken) -> TokenLogprobs:
     assert scored.logprob is not None  # only the first token of a prompt has none
     return TokenLogprobs(
-        token=scored.text,
+        token=scored.token.text,
         logprob=scored.logprob,
-        bytes=_utf8(scored.text),
+        bytes=list(scored.token.data),
         top_logprobs=[
-            TopLogprob(token=token.text, logprob=token.logprob, bytes=_utf8(token.text))
-            for token in scored.likeliest
+            TopLogprob(token=one.token.text, logprob=one.logprob, bytes=list(one.token.data))
+            for one in scored.likeliest
         ],
     )
-
-
-def _utf8(token: str) -> list[int] | None:
-    """A token's bytes; None if the token is part of a character, so that its text cannot show them."""
-    return None if REPLACEMENT in token else list(token.encode())

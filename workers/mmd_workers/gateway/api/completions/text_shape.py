@@ -12,6 +12,7 @@ from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason,
 from mmd_workers.gateway.answers.chunked_shape import ChunkedShape, chunk_event, left_out
 from mmd_workers.gateway.answers.usage import Usage
 from mmd_workers.gateway.api.completions.text_response import TextChoice, TextCompletion, TextLogprobs
+from mmd_workers.gateway.output.token_texts import DecodedToken
 
 _NO_CHOICES = b'"choices":[]'
 
@@ -54,8 +55,8 @@ class TextShape(ChunkedShape):
             columns.top_logprobs = None
         for scored in (*part.prompt_logprobs, *part.logprobs):
             offset = self._offsets.get(part.index, 0)
-            self._offsets[part.index] = offset + len(scored.text)
-            columns.tokens.append(scored.text)
+            self._offsets[part.index] = offset + scored.token.characters
+            columns.tokens.append(_spelled(scored.token))
             columns.token_logprobs.append(scored.logprob)
             columns.text_offset.append(offset)
             if columns.top_logprobs is not None:
@@ -138,7 +139,15 @@ def _likeliest(scored: ScoredToken) -> dict[str, float] | None:
     """Log probabilities by text, the chosen token's first; None for the first token of a prompt."""
     if scored.logprob is None:
         return None
-    by_text = {scored.text: scored.logprob}
-    for token in scored.likeliest:
-        by_text[token.text] = max(token.logprob, by_text.get(token.text, token.logprob))
+    by_text = {_spelled(scored.token): scored.logprob}
+    for candidate in scored.likeliest:
+        text = _spelled(candidate.token)
+        by_text[text] = max(candidate.logprob, by_text.get(text, candidate.logprob))
     return by_text
+
+
+def _spelled(token: DecodedToken) -> str:
+    """The text of a token, or of a part of a character its bytes, as OpenAI's API spells them here."""
+    if not token.is_broken:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)

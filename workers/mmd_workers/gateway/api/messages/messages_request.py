@@ -32,7 +32,7 @@ from mmd_workers.gateway.content.conversation import (
     ToolCall,
     content_kind,
 )
-from mmd_workers.gateway.content.parts import FileId, MediaSource, TextPart, Url, type_of
+from mmd_workers.gateway.content.parts import CacheMark, FileId, MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.content.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
 from mmd_workers.gateway.content.tools import MAX_TOOLS, FunctionName, Parameters, ServerTool
 from mmd_workers.gateway.content.translation import (
@@ -56,21 +56,10 @@ MAX_LISTED_TOOLS = 1024
 """Limit of the tools of a request, those included that are not in the prompt: `MAX_TOOLS` limits the others."""
 
 
-class CacheControl(Strict):
-    """A mark that a prefix is to be cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-CacheMark = Annotated[CacheControl | None, Ignored("prefixes of prompts are cached without it")]
-
-
 class TextBlock(TextPart):
     """Text."""
 
     type: Literal["text"]
-    cache_control: CacheMark = None
     citations: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
 
 
@@ -635,7 +624,7 @@ def parse_count_tokens_request(value: object) -> TranslatedRequest:
 
 
 def _response_format(form: OutputFormat) -> ResponseFormat:
-    schema = JsonSchemaFormat.model_construct(name="answer", source=form.source)
+    schema = JsonSchemaFormat.model_construct(name="answer", source=form.source, strict=True)
     return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mmd_workers.gateway.answers.answer_shape import AnswerShape
 from mmd_workers.gateway.answers.exchange import Exchange
 from mmd_workers.gateway.api.generation import Translations
@@ -21,8 +23,10 @@ class Responses(Translations):
     def _parse(self, body: object) -> TranslatedRequest:
         return parse_responses_request(body)
 
-    def _shape(self, exchange: Exchange, request: TranslatedRequest, _prepared: Prepared) -> ResponsesShape:
-        shape = ResponsesShape(exchange.request_id, request.given)
+    def _shape(self, exchange: Exchange, request: TranslatedRequest, prepared: Prepared) -> ResponsesShape:
+        sampling = prepared.sampling
+        given = replace(request.given, temperature=sampling.temperature, top_p=sampling.top_p)
+        shape = ResponsesShape(exchange.request_id, given)
         exchange.errors = ResponseFailure(shape)
         return shape
 

@@ -287,7 +287,9 @@ class TextFormat(Strict):
         """The same format as a field of a chat."""
         if self.source is None:
             return ResponseFormat.model_construct(type=self.type)
-        schema = JsonSchemaFormat.model_construct(name=self.name or "", source=self.source)
+        schema = JsonSchemaFormat.model_construct(
+            name=self.name or "", source=self.source, strict=self.strict
+        )
         return ResponseFormat.model_construct(type=self.type, json_schema=schema)
 
 
