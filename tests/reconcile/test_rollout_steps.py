@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -13,7 +14,7 @@ from mmd_operator.rollout.next_step import Step, next_step
 from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
 from support.cluster.exposure import ROUTE
 
-from .bodies import UID, pod, workload
+from .bodies import UID, labels, pod, workload
 
 NEW_DEPLOYMENT = deployment({**SPEC, **ANOTHER_MODEL})
 OLD = pipeline_revision(deployment(SPEC).spec)
@@ -43,9 +44,9 @@ def gateway(revision, **options):
     return workload("Deployment", "gateway", None, template=revision, **options)
 
 
-def step(seen: Observed, spec=NEW_DEPLOYMENT) -> Step:
+def step(seen: Observed, spec=NEW_DEPLOYMENT, now: float = 0.0) -> Step:
     revision = pipeline_revision(spec.spec)
-    return next_step(spec.spec, revision, plan_objects(spec, "default"), seen, UID)
+    return next_step(spec.spec, revision, plan_objects(spec, "default"), seen, UID, now)
 
 
 def kinds(found: Step) -> list[str]:
@@ -239,3 +240,23 @@ def test_pods_are_not_replaced_while_the_rollout_is_paused():
 
 def test_a_first_revision_is_created_even_if_rollouts_are_paused():
     assert kinds(step(observed(), PAUSED)) == kinds(step(observed()))
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_gateway_pod_that_has_ended_keeps_no_pools(phase):
+    body = {"metadata": {"name": "g-0", "uid": "u", "labels": labels("gateway", OLD)}}
+    body |= {"spec": {"containers": [{}]}, "status": {"phase": phase, "reason": "Evicted"}}
+    serves = pod("gateway", NEW, name="g-1", ready=True)
+    found = step(observed(NATS, *pools(OLD), *pools(NEW), gateway(NEW), pods=[pod_of(body), serves]))
+    assert removed(found) == names(OLD)
+
+
+@pytest.mark.parametrize(("late_seconds", "keeps"), [(-1, True), (59, True), (61, False)])
+def test_a_gateway_pod_keeps_its_pools_until_a_minute_after_its_grace_period(late_seconds, keeps):
+    leaving = pod("gateway", OLD, name="g-0", deleting=True)
+    serves = pod("gateway", NEW, name="g-1", ready=True)
+    seen = observed(NATS, *pools(OLD), *pools(NEW), gateway(NEW), pods=[leaving, serves])
+    ends_at = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+    found = step(seen, now=ends_at + late_seconds)
+    assert removed(found) == (set() if keeps else names(OLD))
+    assert (found.stage == "Draining") == keeps

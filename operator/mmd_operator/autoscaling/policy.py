@@ -93,15 +93,17 @@ class PoolPolicy:
         if scaling is None:
             size = part.min_replicas
             return cls(pool, roles, spec.replica_gpus(pool), size, size, encodes_small_media(spec, pool))
-        windows = []
+        windows, faults = [], []
         for number, schedule in enumerate(scaling.schedules):
             try:
                 CronSim(schedule.cron, datetime.fromtimestamp(0, UTC))
             except CronSimError as error:
                 field = f"spec.{pool}.autoscaling.schedules[{number}].cron"
                 problem = f"{schedule.cron!r} is not a valid cron schedule ({error}); set minute, hour, day of month, month and day of week"
-                raise InvalidDeploymentError([Fault(field, problem)]) from error
+                faults.append(Fault(field, problem))
             windows.append(Window(schedule.cron, schedule.duration_minutes * 60.0, schedule.min_replicas))
+        if faults:
+            raise InvalidDeploymentError(faults)
         slo = spec.slo
         return cls(
             pool=pool,
@@ -146,7 +148,16 @@ class DeploymentPolicy:
         Raises:
             InvalidDeploymentError: a schedule that no clock can follow, or schedules that need more GPUs than there are.
         """
-        pools = {p: PoolPolicy.of(spec, p) for p in POOL_NAMES if getattr(spec, p) is not None}
+        pools: dict[PoolName, PoolPolicy] = {}
+        faults: list[Fault] = []
+        for pool in POOL_NAMES:
+            if getattr(spec, pool) is not None:
+                try:
+                    pools[pool] = PoolPolicy.of(spec, pool)
+                except InvalidDeploymentError as error:
+                    faults += error.faults
+        if faults:
+            raise InvalidDeploymentError(faults)
         budget = spec.gpu_budget
         needed = sum(
             max([p.min_replicas, *(w.min_replicas for w in p.schedules)]) * p.gpus for p in pools.values()
@@ -158,3 +169,12 @@ class DeploymentPolicy:
             )
             raise InvalidDeploymentError([Fault("spec.gpuBudget", problem)])
         return cls(pools, budget)
+
+
+def policy_faults(spec: MultimodalDeploymentSpec) -> tuple[Fault, ...]:
+    """Why the autoscaler cannot follow the spec; empty if it can."""
+    try:
+        DeploymentPolicy.of(spec)
+    except InvalidDeploymentError as error:
+        return error.faults
+    return ()

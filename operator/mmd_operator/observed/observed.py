@@ -41,6 +41,7 @@ SURGE_FIELD_MANAGER = "multimodal-operator-surge"
 OUR_FIELD_MANAGERS = frozenset({FIELD_MANAGER, SCALER_FIELD_MANAGER, SURGE_FIELD_MANAGER})
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MAX_TEXT_CHARACTERS = 400
+TERMINATION_MARGIN_SECONDS = 60.0
 NO_CLAIM = "cannot allocate all claims"
 """The scheduler's words about a pod whose ResourceClaims no node can serve."""
 FAILING_RESTARTS = 3
@@ -185,6 +186,7 @@ class PodView:
     keys_secret: str | None = None  # Secret of its API keys, which its template may no longer name
     tls_secret: str | None = None  # Secret of its TLS certificate, which its template may no longer name
     finished: bool = False  # its containers have ended for good, as after an eviction
+    ends_at: float | None = None  # Unix seconds of the end of its grace period, if it is being deleted
     has_picker: bool = False  # Gateways may ask it which gateway pod takes a request
     group_rank: int | None = None  # place in its group of pods; None: it has no group
 
@@ -203,6 +205,11 @@ class PodView:
     def unplaced(self, now: float, deadline_seconds: float) -> bool:
         """Whether no node has taken it within the deadline. `now`: Unix seconds."""
         return self.unschedulable_since is not None and now - self.unschedulable_since > deadline_seconds
+
+    def gone(self, now: float) -> bool:
+        """Whether it has ended, or is still being deleted a minute after its grace period, as on a dead node. `now`: Unix seconds."""
+        overdue = self.ends_at is not None and now - self.ends_at > TERMINATION_MARGIN_SECONDS
+        return self.finished or overdue
 
     @property
     def lacks_gpu(self) -> bool:
@@ -426,6 +433,7 @@ def pod_of(body: Body) -> PodView:
         keys_secret=_secret_of(KEYS_VOLUME, body),
         tls_secret=_secret_of(TLS_VOLUME, body),
         finished=status.get("phase") in ("Succeeded", "Failed"),
+        ends_at=unix_seconds(metadata.get("deletionTimestamp")),
         has_picker=PICKER_PORT_NAME in _ports(body),
         group_rank=int(labels[WORKER_INDEX_LABEL]) if WORKER_INDEX_LABEL in labels else None,
     )

@@ -53,12 +53,15 @@ ProblemReason = Literal[
     "Unschedulable",
     "ImageMoved",
     "FieldsContested",
+    "AutoscalerFailed",
     "DefaultTenantMissing",
     "HistoryNotRecorded",
 ]
 _SEVERITY: tuple[ProblemReason, ...] = get_args(ProblemReason)  # worst first
 _QUOTA = re.compile(r"(?:exceeded|failed) quota: (?P<name>[a-z0-9][-a-z0-9.]*)", re.IGNORECASE)
-_STOPS_NO_POD: frozenset[ProblemReason] = frozenset({"DefaultTenantMissing", "HistoryNotRecorded"})
+_STOPS_NO_POD: frozenset[ProblemReason] = frozenset(
+    {"AutoscalerFailed", "DefaultTenantMissing", "HistoryNotRecorded"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +433,16 @@ def not_recorded(words: str) -> Problem:
         "ControllerRevision",
         f"the spec could not be recorded, so a later rollout cannot return to it: {words[:500]}",
         "grant the operator's service account the permissions defined in its chart, or raise the quota that the message names",
+    )
+
+
+def autoscaler_failed(error: Exception) -> Problem:
+    """A tick of the autoscaler raised an unexpected error."""
+    return Problem(
+        "AutoscalerFailed",
+        "autoscaler",
+        f"the autoscaler failed, and no pool is resized: {repr(error)[:500]}",
+        "report the error in the operator's log; revert the last change of the spec if it began with that",
     )
 
 

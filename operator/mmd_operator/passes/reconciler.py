@@ -23,7 +23,7 @@ from mmd_operator.kube.pod_client import ReportFetcher
 from mmd_operator.kube.status_time import now
 from mmd_operator.observed.condition_state import ConditionState
 from mmd_operator.observed.observed import Body, Observed
-from mmd_operator.observed.problems import refusal
+from mmd_operator.observed.problems import Problem, autoscaler_failed, refusal
 from mmd_operator.passes.reconcile_pass import ReconcilePass
 
 logger = logging.getLogger(__name__)
@@ -104,17 +104,24 @@ class Reconciler:
             try:
                 await self._scale()
                 self._passed("scale", None)
-                self._pass.not_scaled = None
+                self._note_unscaled(None)
                 failures = 0
             except (BusyError, RefusedError) as error:
                 self._passed("scale", error)
                 minimum_pause = getattr(error, "retry_seconds", None) or 0.0
                 logger.warning("%s/%s: failed to scale: %s", self.namespace, self.name, error)
                 if isinstance(error, RefusedError):
-                    self._pass.not_scaled = refusal("autoscaler", str(error))
+                    self._note_unscaled(refusal("autoscaler", str(error)))
             except Exception as error:  # the loop must go on, as for passes
                 self._passed("scale", error)
                 logger.exception("%s/%s: autoscaler tick failed", self.namespace, self.name)
+                self._note_unscaled(autoscaler_failed(error))
+
+    def _note_unscaled(self, problem: Problem | None) -> None:
+        """Let the next pass report why the last tick could not scale, and begin that pass now if this has changed."""
+        if problem != self._pass.not_scaled:
+            self._pass.not_scaled = problem
+            self.wake.set()
 
     async def _scale(self) -> None:
         body, current_pass = self.body, self._pass

@@ -65,8 +65,9 @@ class RolloutState:
 
     @property
     def in_use(self) -> set[str | None]:
-        """The serving revision, the one to serve, and all with gateway pods left."""
-        return {self.revision, self.serving} | {pod.revision for pod in self.observed.pods_of("gateway")}
+        """The serving revision, the one to serve, and all with gateway pods left that may have requests."""
+        gateways = (pod for pod in self.observed.pods_of("gateway") if not pod.gone(self.now))
+        return {self.revision, self.serving} | {pod.revision for pod in gateways}
 
     @property
     def ready(self) -> bool:
