@@ -178,6 +178,16 @@ def test_an_overdue_pod_stays_while_a_later_pod_drains():
     assert (actions.replicas, actions.overdue) == (None, ())
 
 
+def test_pods_of_dead_nodes_do_not_keep_drained_pods_before_them():
+    """Their StatefulSet removes them as soon as their nodes are back or deleted."""
+    made = reporting(scaler(), e0="ready", e1="drained", e2="drained", e3="ready")
+    facts = pool(4, e1=NOW - 50, e2=NOW - 50)
+    leaving = replace(facts.pods[3], deleting=True)
+    assert made.actions(NOW, decided(4, 1), replace(facts, pods=(*facts.pods[:3], leaving))).replicas is None
+    lost = replace(leaving, lost=True)
+    assert made.actions(NOW, decided(4, 1), replace(facts, pods=(*facts.pods[:3], lost))).replicas == 1
+
+
 def test_the_newest_gateway_queue_counts_and_the_oldest_report_dates_it():
     made = scaler()
     for gateway, at, work in (("g-0", NOW - 1.0, {"video": 1.0}), ("g-1", NOW, {"video": 7.0})):

@@ -10,6 +10,8 @@ from mmd_api.faults import InvalidDeploymentError
 from mmd_api.pipeline import PipelineConfig, pipeline_revision
 from mmd_operator.resources.nats import PASSWORD_PREFIX, password_changes, with_passwords
 from mmd_operator.resources.plan import plan_objects
+from support.cluster.deployments import ANOTHER_MODEL, SPEC
+from support.cluster.deployments import deployment as of_spec
 
 from .planned import deployment, of_kind, pods, valid_deployments
 
@@ -191,9 +193,20 @@ def test_two_revisions_stand_side_by_side():
         ("PodDisruptionBudget", "sample-nats"),
         ("Service", "sample-gateway"),
         ("Deployment", "sample-gateway"),
-        ("PodDisruptionBudget", "sample-decode"),
         ("PodDisruptionBudget", "sample-gateway"),
     }
+
+
+def test_each_revision_of_a_pool_has_a_disruption_budget_of_its_own():
+    """Pods of the other revision that are not Ready would count as disrupted, and none could be evicted."""
+    before = plan_objects(of_spec(SPEC), "x")
+    after = plan_objects(of_spec({**SPEC, **ANOTHER_MODEL}), "x")
+    for objects in (before, after):
+        workloads = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "StatefulSet"}
+        budgets = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "PodDisruptionBudget"}
+        for pool in ("encoder", "prefill", "decode"):
+            (name,) = (name for name in workloads if f"-{pool}-" in name)
+            assert budgets[name]["selector"] == workloads[name]["selector"]
 
 
 @pytest.mark.parametrize(

@@ -238,15 +238,15 @@ def test_a_group_whose_follower_has_no_node_is_unschedulable():
     leader, follower = waiting_group(0)
     child = group_set(1)
     (seen,) = pods_in(child, "decode", observed(child, leader, follower))
-    facts = pod_facts(seen)
+    facts = pod_facts(seen, 0.0)
     assert (facts.name, facts.unschedulable, facts.waiting_since) == (leader.name, True, CREATED_SECONDS)
     placed = replace(follower, unschedulable=None, unschedulable_since=None, starting_since=5e9)
     (seen,) = pods_in(child, "decode", observed(child, leader, placed))
-    assert (pod_facts(seen).unschedulable, pod_facts(seen).waiting_since) == (False, 5e9)
+    assert (pod_facts(seen, 0.0).unschedulable, pod_facts(seen, 0.0).waiting_since) == (False, 5e9)
     (seen,) = pods_in(child, "decode", observed(child, leader, replace(placed, failing=True)))
-    assert pod_facts(seen).failing
+    assert pod_facts(seen, 0.0).failing
     (seen,) = pods_in(child, "decode", observed(child, replace(leader, ready=True), follower))
-    assert not pod_facts(seen).unschedulable, "it serves"
+    assert not pod_facts(seen, 0.0).unschedulable, "it serves"
 
 
 @pytest.mark.parametrize(("waited", "leaves"), [(299, False), (301, True)])

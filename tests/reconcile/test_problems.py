@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mmd_api.spec.pools import DecodeSpec
 from mmd_operator.observed import problems
-from mmd_operator.observed.observed import PodView
+from mmd_operator.observed.observed import TERMINATION_MARGIN_SECONDS, PodView
 from mmd_operator.observed.problems import (
     _SEVERITY,
     Deadlines,
@@ -111,6 +112,17 @@ def test_a_pod_that_cannot_become_ready_is_reported_with_reason_and_remedy(seen,
     assert problem.revision == seen.revision
 
 
+def test_a_pod_that_its_node_does_not_end_is_a_problem_where_it_blocks_its_successor():
+    leaving = pod(ready=True, deleting=True)
+    late = leaving.ends_at + TERMINATION_MARGIN_SECONDS + 1
+    assert pod_problem(leaving, late - 1, Deadlines()) is None
+    problem = pod_problem(leaving, late, Deadlines())
+    assert (problem.reason, problem.revision) == ("NodeLost", NEW)
+    assert "delete its Node object" in problem.remedy
+    gateway = pod("gateway", ready=True, deleting=True)
+    assert pod_problem(gateway, late, Deadlines()) is None, "its Deployment starts another one beside it"
+
+
 @pytest.mark.parametrize(
     "fine",
     [
@@ -120,6 +132,7 @@ def test_a_pod_that_cannot_become_ready_is_reported_with_reason_and_remedy(seen,
         pod(container=waiting("PodInitializing")),
         pod(),
         pod(container=crashed("shutting down"), deleting=True),
+        replace(pod(container=crashed("The node was low on resource: memory.")), finished=True),
     ],
 )
 def test_a_ready_starting_or_terminating_pod_is_not_a_problem(fine):

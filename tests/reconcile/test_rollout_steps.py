@@ -103,6 +103,17 @@ def test_the_old_pools_stay_while_a_gateway_pod_of_theirs_does(deleting):
     assert not found.remove
 
 
+def test_a_budget_of_an_earlier_release_over_all_revisions_goes_at_once():
+    """The API server evicts no pod that two budgets select."""
+    metadata = workload("StatefulSet", "decode", None)["metadata"]
+    shared = {"metadata": {**metadata, "name": "demo-decode", "uid": "of-the-budget"}, "spec": {}}
+    present = observed(NATS, *pools(OLD), gateway(OLD))
+    child = child_of("PodDisruptionBudget", shared)
+    found = step(replace(present, children={**present.children, child.key: child}))
+    assert found.stage == "BringingUp"
+    assert removed(found) == {"demo-decode"}
+
+
 def test_the_old_pools_are_removed_after_their_last_gateway_pod():
     seen = observed(NATS, *pools(OLD), *pools(NEW), gateway(NEW), pods=[pod("gateway", NEW, ready=True)])
     found = step(seen)

@@ -24,7 +24,7 @@ EMPTY: frozenset[PodState] = frozenset({"unschedulable", "starting", "loading", 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
     """One pod as the cluster knows it. `ready`: result of its probe. `drain_requested_at`: time of the drain request, if known.
-    `waiting_since`, `failing`: see `PodSample`.
+    `waiting_since`, `failing`: see `PodSample`. `lost`: its node does not confirm that it has ended, so it holds no requests.
     """
 
     name: str
@@ -33,6 +33,7 @@ class PodFacts:
     ready: bool = False
     unschedulable: bool = False
     deleting: bool = False
+    lost: bool = False
     drain_requested: bool = False
     drain_requested_at: float | None = None
     waiting_since: float | None = None
@@ -137,7 +138,7 @@ class Scaler:
         next_size = facts.replicas
         while next_size > target:
             last = pods.get(next_size - 1)
-            if last is not None and states[last.name] not in EMPTY and last.name not in overdue:
+            if last is not None and not (last.lost or states[last.name] in EMPTY or last.name in overdue):
                 break
             next_size -= 1
         return ScaleActions(

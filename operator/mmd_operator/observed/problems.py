@@ -48,6 +48,7 @@ ProblemReason = Literal[
     "OutOfMemory",
     "CrashLoop",
     "ContainerNotStarted",
+    "NodeLost",
     "NotStarting",
     "NoGpu",
     "Unschedulable",
@@ -111,10 +112,17 @@ _WAITING_IS_NORMAL = {"ContainerCreating", "PodInitializing", None}
 
 
 def pod_problem(pod: PodView, now: float, deadlines: Deadlines) -> Problem | None:
-    """The problem that keeps a pod from becoming Ready; None if it is Ready, leaving or still in time. `now`: Unix seconds."""
-    if pod.ready or pod.deleting:
-        return None
-    finding = _scheduling(pod, now, deadlines) or _waiting(pod) or _ended(pod) or _late(pod, now, deadlines)
+    """The problem that keeps a pod, or the one to replace it, from becoming Ready. `now`: Unix seconds.
+
+    None if it is Ready, leaving or still in time, or if its containers have ended for good: its controller has replaced it.
+    """
+    finding = None
+    if pod.deleting:
+        finding = _lost(pod, now)
+    elif not pod.ready and not pod.finished:
+        finding = (
+            _scheduling(pod, now, deadlines) or _waiting(pod) or _ended(pod) or _late(pod, now, deadlines)
+        )
     return Problem(*finding[:1], pod.component, *finding[1:], revision=pod.revision) if finding else None
 
 
@@ -131,6 +139,17 @@ def waiting_for_nodes(pods: Iterable[PodView], now: float, deadlines: Mapping[st
         count = f"1 {component} pod is" if len(problems) == 1 else f"{len(problems)} {component} pods are"
         parts.append(f"{count} waiting for a node, for up to {seconds:.0f} s ({problems[0].unschedulable})")
     return "; ".join(parts)
+
+
+def _lost(pod: PodView, now: float) -> tuple[ProblemReason, str, str] | None:
+    """A pod that blocks its replacement. A gateway pod does not: its Deployment starts another beside it."""
+    if pod.component == "gateway" or pod.finished or not pod.gone(now):
+        return None
+    return (
+        "NodeLost",
+        f"pod {pod.name} should have ended {now - (pod.ends_at or now):.0f} s ago, but its node does not confirm that",
+        f"check the node; if it is down for good, delete its Node object or run `kubectl delete pod --force {pod.name}`",
+    )
 
 
 def _scheduling(pod: PodView, now: float, deadlines: Deadlines) -> tuple[ProblemReason, str, str] | None:

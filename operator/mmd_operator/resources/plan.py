@@ -8,7 +8,7 @@ from mmd_api.readers import Component
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.status import PinnedRevision
 from mmd_operator.resources.config import config_map
-from mmd_operator.resources.disruption import disruption_budget
+from mmd_operator.resources.disruption import component_budget, pool_budget
 from mmd_operator.resources.exposure import exposure_objects
 from mmd_operator.resources.gateway import gateway_objects
 from mmd_operator.resources.naming import Manifest, RevisionScope
@@ -40,8 +40,9 @@ def plan_objects(
     for name, pool in pools.items():
         objects += pool_objects(scope, name, pool)
     objects += gateway_objects(scope)
-    components: list[Component] = [*pools, "gateway"]
+    components: list[Component] = ["gateway"]
     if scope.spec.nats.managed:
         components.append("nats")
-    objects += [disruption_budget(scope, component) for component in components]
+    objects += [pool_budget(scope, name) for name in pools]
+    objects += [component_budget(scope, component) for component in components]
     return objects + exposure_objects(scope)

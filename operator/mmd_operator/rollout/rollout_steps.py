@@ -302,8 +302,10 @@ def restore_fixed_sizes(state: RolloutState) -> StepResult:
 
 
 def remove_unused_objects(state: RolloutState) -> StepResult:
-    """Objects of older revisions are removed once no gateway pod uses them, others that are not planned once the revision serves
-    alone, routes at once."""
+    """Objects of older revisions are removed once no gateway pod uses them, others that are not planned once the revision serves alone.
+
+    Routes are removed at once, and so are budgets over all revisions, as earlier releases made them: no pod may have two.
+    """
     planned = {manifest_key(m) for m in state.planned}
     finished = state.switched and state.ready
     in_use = state.in_use
@@ -315,6 +317,7 @@ def remove_unused_objects(state: RolloutState) -> StepResult:
         and child.kind != POOL_KIND
         and (
             child.kind in EXPOSING_KINDS
+            or (child.kind == "PodDisruptionBudget" and child.revision is None)
             or (finished if child.revision in (None, state.revision) else child.revision not in in_use)
         )
     )

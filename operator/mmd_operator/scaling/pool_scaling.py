@@ -136,7 +136,7 @@ class PoolScaling:
         scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
         pods = {name: pods_in(child, name, observed) for name, child in workloads.items()}
         facts = {
-            name: pool_facts(child, pods[name], getattr(spec, name), observed.requested_for(child))
+            name: pool_facts(child, pods[name], getattr(spec, name), now, observed.requested_for(child))
             for name, child in workloads.items()
         }
         gateways = frozenset(gateway.name for gateway in ready_gateways(observed, revision))

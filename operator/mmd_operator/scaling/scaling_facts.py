@@ -42,19 +42,21 @@ def ready_gateways(observed: Observed, revision: str) -> list[PodView]:
     ]
 
 
-def pool_facts(child: Child, pods: list[PodView], pool: Pool, asking: Child | None = None) -> PoolFacts:
-    """A pool as the autoscaler sees it. `asking`: its MultimodalPool."""
+def pool_facts(
+    child: Child, pods: list[PodView], pool: Pool, now: float, asking: Child | None = None
+) -> PoolFacts:
+    """A pool as the autoscaler sees it. `asking`: its MultimodalPool. `now`: Unix seconds."""
     return PoolFacts(
         replicas=child.workload.replicas if child.workload else 0,
-        pods=tuple(pod_facts(pod) for pod in pods),
+        pods=tuple(pod_facts(pod, now) for pod in pods),
         drain_seconds=float(pool.drain_seconds),
         surge=int(child.workload.surged) if child.workload else 0,
         requested=asking.requested.replicas if asking and asking.requested else None,
     )
 
 
-def pod_facts(pod: PodView) -> PodFacts:
-    """A pod as the autoscaler sees it."""
+def pod_facts(pod: PodView, now: float) -> PodFacts:
+    """A pod as the autoscaler sees it. `now`: Unix seconds."""
     ordinal = pod.name.rpartition("-")[2]
     return PodFacts(
         name=pod.name,
@@ -63,6 +65,7 @@ def pod_facts(pod: PodView) -> PodFacts:
         ready=pod.ready,
         unschedulable=pod.unschedulable is not None,
         deleting=pod.deleting,
+        lost=pod.deleting and pod.gone(now),
         drain_requested=pod.drain_requested_at is not None,
         drain_requested_at=pod.drain_requested_at,
         waiting_since=pod.unschedulable_since or pod.starting_since,

@@ -40,7 +40,7 @@ def without_loss(
     """
     size = child.workload.replicas if child.workload else 0
     target = size if actions.replicas is None else actions.replicas
-    excess_pods = [pod for pod in pods if pod_facts(pod).ordinal >= target]
+    excess_pods = [pod for pod in pods if pod_facts(pod, now).ordinal >= target]
     if outdated_pods(child, observed):
         surged = child.workload is not None and child.workload.surged
         if target > size or not (surged or any(pod.ready for pod in excess_pods)):
