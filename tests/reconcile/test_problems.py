@@ -132,7 +132,7 @@ def test_a_pod_that_its_node_does_not_end_is_a_problem_where_it_blocks_its_succe
         pod(container=waiting("PodInitializing")),
         pod(),
         pod(container=crashed("shutting down"), deleting=True),
-        replace(pod(container=crashed("The node was low on resource: memory.")), finished=True),
+        replace(pod("gateway", container=crashed("The node was low on resource.")), finished=True),
     ],
 )
 def test_a_ready_starting_or_terminating_pod_is_not_a_problem(fine):

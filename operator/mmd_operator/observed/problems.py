@@ -114,12 +114,12 @@ _WAITING_IS_NORMAL = {"ContainerCreating", "PodInitializing", None}
 def pod_problem(pod: PodView, now: float, deadlines: Deadlines) -> Problem | None:
     """The problem that keeps a pod, or the one to replace it, from becoming Ready. `now`: Unix seconds.
 
-    None if it is Ready, leaving or still in time, or if its containers have ended for good: its controller has replaced it.
+    None if it is Ready, leaving or still in time. A gateway pod whose containers have ended for good has been replaced, and nobody deletes it.
     """
     finding = None
     if pod.deleting:
         finding = _lost(pod, now)
-    elif not pod.ready and not pod.finished:
+    elif not pod.ready and not (pod.finished and pod.component == "gateway"):
         finding = (
             _scheduling(pod, now, deadlines) or _waiting(pod) or _ended(pod) or _late(pod, now, deadlines)
         )
