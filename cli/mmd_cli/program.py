@@ -78,10 +78,14 @@ def _unavailable(names: str, error: str, extra: str) -> str:
 
 
 def _reach_loopback_directly() -> None:
-    """Keep requests to this machine, by this process and those that it starts, from the proxy of the environment."""
-    for name in ("no_proxy", "NO_PROXY"):
-        others = [host for host in os.environ.get(name, "").split(",") if host.strip()]
-        os.environ[name] = ",".join(dict.fromkeys([*others, *LOOPBACK]))
+    """Keep requests to this machine, by this process and those that it starts, from the proxy of the environment.
+
+    Both spellings get the same hosts: where there are two, libraries read one of them, and `*` counts only alone.
+    """
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    others = [host.strip() for host in given.split(",") if host.strip()]
+    direct = "*" if "*" in others else ",".join(dict.fromkeys([*others, *LOOPBACK]))
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = direct
 
 
 def main() -> None:

@@ -73,6 +73,41 @@ def test_this_machine_is_reached_without_a_proxy(
     assert [path.startswith("/debug/requests/") for path in asked] == [True]
 
 
+@pytest.mark.parametrize(
+    ("given", "is_direct"),
+    [
+        ({"NO_PROXY": ".example.com"}, True),
+        ({"no_proxy": "gateway.example.com"}, True),
+        ({"NO_PROXY": "*"}, True),
+        ({"no_proxy": "*"}, True),
+        ({"NO_PROXY": "hub.example.com"}, False),
+    ],
+    ids=str,
+)
+def test_exceptions_of_the_environment_hold_in_either_spelling(
+    given: dict[str, str], is_direct: bool
+) -> None:
+    """What starts from `mmd` asks the API server, hubs and S3, often by exceptions of the proxy."""
+    code = """
+import os, urllib.request
+from mmd_cli import program
+program._reach_loopback_directly()
+print(bool(urllib.request.proxy_bypass("gateway.example.com")), bool(urllib.request.proxy_bypass("127.0.0.1")))
+print(os.environ["no_proxy"] == os.environ["NO_PROXY"])
+"""
+    names = {name for name in os.environ if name.lower().endswith("_proxy")}
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "https_proxy": "http://127.0.0.1:9", **given},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=True,
+    )
+    assert done.stdout.split() == [str(is_direct), "True", "True"]
+
+
 def test_other_machines_are_reached_through_the_proxy(server: tuple[ThreadingHTTPServer, list[str]]) -> None:
     running, asked = server
     done = trace("http://gateway.example.com", f"http://127.0.0.1:{running.server_port}")
