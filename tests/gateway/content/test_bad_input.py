@@ -365,6 +365,7 @@ TEXTS: list[tuple[str, bytes, str]] = [
     ("a half after a backslash", rb"\\\ud83d\\", "\\\ufffd\\"),
     ("a half beside what is spelled like one", rb"\ud83d \\ud83d", "\ufffd \\ud83d"),
     ("what is spelled like a half", rb"\\ud83d", "\\ud83d"),
+    ("a half behind what is spelled like its other one", rb"\\ud83d\ude00", "\\ud83d\ufffd"),
 ]
 
 
@@ -390,6 +391,22 @@ async def test_a_body_with_half_a_surrogate_pair_must_be_valid_otherwise(launch:
             headers={"content-type": "application/json"},
         )
         assert_is_error(answer, 400, None, "valid JSON")
+
+
+async def test_a_body_of_more_surrogate_pairs_than_are_searched_for_halves_is_refused(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search runs on the loop that all streams share."""
+    monkeypatch.setattr("mmd_workers.gateway.basics.body.MAX_SURROGATES", 4)
+    gateway = await launch()
+    for pairs, status in ((1, 200), (2, 400)):
+        spelled = rb"\ud83d\ude00" * pairs + rb"\ud83d"
+        answer = await gateway.http.post(
+            "/tokenize",
+            content=b'{"model": "builtin/demo", "prompt": "%b"}' % spelled,
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code == status, answer.text
 
 
 async def test_a_byte_order_mark_is_skipped(launch: Launch) -> None:

@@ -42,8 +42,8 @@ class ChoiceStream:
         """Creates the stream of one choice.
 
         `stop_token_ids`: tokens that are not text if they end the answer. `min_tokens`: within this many tokens no stop string ends the
-        answer. `special_tokens`: special tokens are text. `stops_shown`: what ends the answer is text. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its
-        reasoning, as in vLLM.
+        answer. `special_tokens`: special tokens are text. `stops_shown`: what ends the answer is text. `parser`: reads tool calls.
+        `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its reasoning, as in vLLM.
         """
         self.index = index
         self.sequence = sequence
@@ -57,8 +57,9 @@ class ChoiceStream:
         decode = functools.partial(frontend.decode, special_tokens=special_tokens, kept=marker_ids)
         self._detokenizer = IncrementalDetokenizer(decode)
         self._scanner = StopScanner(stops, shown=stops_shown)
-        self._hidden_ends: frozenset[int] = (
-            frozenset() if stops_shown else frontend.eos_token_ids.union(stop_token_ids)
+        hidden: set[int] = set() if special_tokens and stops_shown else set(frontend.eos_token_ids)
+        self._hidden_ends = frozenset(
+            hidden - set(stop_token_ids) if stops_shown else hidden | set(stop_token_ids)
         )
         self._min_tokens = min_tokens
         self._logprobs = logprobs
