@@ -173,18 +173,29 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
     """The sampling that generation_config.json recommends, by the names of the API's parameters.
 
     Values that no request could have are left out, with a warning.
+
+    Raises:
+        UnsupportedModelError: the file is not a JSON object.
     """
     file = folder / "generation_config.json"
-    recommended = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        recommended = json.loads(file.read_text()) if file.is_file() else {}
+        if not isinstance(recommended, dict):
+            raise TypeError("it is not an object")
+    except (OSError, ValueError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"spec.model.id: generation_config.json in {folder.name!r} cannot be read ({error}); fix or remove the file"
+        ) from error
     defaults: dict[str, float] = {}
     for name, (low, high) in SAMPLING_BOUNDS.items():
         value = recommended.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
             log.warning("%s of %s is ignored: %.80r is not from %g to %g", name, file, value, low, high)
             continue
-        defaults[name] = int(value) if name == "top_k" else float(value)
+        defaults[name] = value if name == "top_k" else float(value)
     return defaults
 
 
