@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+MAX_PARAMETER_SETS = (
+    1024  # limit for the different parameter sets read in a file: reading one takes up to half a millisecond
+)
 MAX_NAL_UNITS = 256  # limit for the units examined in a picture: files may hold any number, and empty ones
 PARAMETER_BYTES = 1024  # limit for reading a parameter set of H.264, which may contain scaling lists
 SLICE_BYTES = 48
@@ -187,6 +190,7 @@ class _H264Order(PictureOrder):
         self._header = header
         self._sequences: dict[int, _Sequence] = {}
         self._sequence_of: dict[int, int] = {}
+        self._read: dict[bytes, tuple[int, _Sequence | int] | None] = {}  # by parameter set
         self._first_field: tuple[int, bool, bool] | None = None
         self._count = self._reference_count = self._idr_pictures = 0
         self._last_order = (0, 0)
@@ -244,16 +248,19 @@ class _H264Order(PictureOrder):
                 self._learn(unit)
 
     def _learn(self, unit: bytes) -> None:
-        kind, bits = unit[0] & 31 if unit else 0, _Bits(_unescaped(unit[1:]))
-        try:
-            if kind == 7:
-                number, sequence = _sequence(bits)
-                self._sequences[number] = sequence
-            elif kind == 8:
-                number = bits.code()
-                self._sequence_of[number] = bits.code()
-        except ValueError:
+        """Take a parameter set. Streams repeat them before each key frame, and each is read once."""
+        kind = unit[0] & 31 if unit else 0
+        if kind not in (7, 8):
             return
+        if unit not in self._read and len(self._read) < MAX_PARAMETER_SETS:
+            self._read[unit] = _parameter_set(unit)
+        if (read := self._read.get(unit)) is None:
+            return
+        number, value = read
+        if isinstance(value, _Sequence):
+            self._sequences[number] = value
+        else:
+            self._sequence_of[number] = value
 
     def _slice(self, unit: bytes) -> _Slice | None:
         bits = _Bits(_unescaped(unit[1:]))
@@ -274,6 +281,17 @@ class _H264Order(PictureOrder):
         except ValueError:
             return None
         return _Slice(kind, is_idr, is_reference, field, poc_lsb, sequence.poc_bits)
+
+
+def _parameter_set(unit: bytes) -> tuple[int, _Sequence | int] | None:
+    """Read a parameter set of H.264: the number of a sequence and what it declares, or that of a picture and of its sequence; None if
+    it is invalid.
+    """
+    bits = _Bits(_unescaped(unit[1:]))
+    try:
+        return _sequence(bits) if unit[0] & 31 == 7 else (bits.code(), bits.code())
+    except ValueError:
+        return None
 
 
 def _opposite(field: tuple[int, bool, bool]) -> tuple[int, bool, bool]:
