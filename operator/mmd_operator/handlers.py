@@ -137,7 +137,8 @@ class Loops:
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         running = self._running.get(key)
         if gone:
-            if running is not None:
+            # A deletion may be handled after the creation of the next deployment of this name.
+            if running is not None and _uid(running[0].body) == _uid(body):
                 running[0].show(None)
                 del self._running[key]
             return
@@ -282,3 +283,7 @@ def _wake_on(registry: kopf.OperatorRegistry, resource: Resource, loops: Loops) 
         loops.wake(deployment_key(body))
         if event["type"] is None:
             loops.relisted()
+
+
+def _uid(body: Mapping[str, Any] | None) -> str | None:
+    return body["metadata"]["uid"] if body else None

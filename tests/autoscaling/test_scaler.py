@@ -188,6 +188,15 @@ def test_pods_of_dead_nodes_do_not_keep_drained_pods_before_them():
     assert made.actions(NOW, decided(4, 1), replace(facts, pods=(*facts.pods[:3], lost))).replicas == 1
 
 
+def test_a_report_of_an_earlier_pod_of_the_name_counts_nothing():
+    """It may have been drained; its successor takes work, and is drained before it leaves."""
+    made = reporting(scaler(), e0="ready", e1="drained")
+    facts = pool(2)
+    successor = replace(facts.pods[1], created_at=NOW + 1)
+    actions = made.actions(NOW + 2, decided(2, 1), replace(facts, pods=(facts.pods[0], successor)))
+    assert (actions.drain, actions.replicas) == (("e-1",), None)
+
+
 def test_the_newest_gateway_queue_counts_and_the_oldest_report_dates_it():
     made = scaler()
     for gateway, at, work in (("g-0", NOW - 1.0, {"video": 1.0}), ("g-1", NOW, {"video": 7.0})):

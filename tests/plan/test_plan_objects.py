@@ -197,6 +197,13 @@ def test_two_revisions_stand_side_by_side():
     }
 
 
+def test_a_pull_secret_that_is_named_twice_is_in_pods_once():
+    """No server takes a list with two equal keys, and none says whose they are."""
+    for manifest in plan_objects(of_spec({**SPEC, "image": {"pullSecrets": ["a", "b", "a"]}}), "x"):
+        if (template := manifest["spec"].get("template") if "spec" in manifest else None) is not None:
+            assert template["spec"]["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]
+
+
 def test_each_revision_of_a_pool_has_a_disruption_budget_of_its_own():
     """Pods of the other revision that are not Ready would count as disrupted, and none could be evicted."""
     before = plan_objects(of_spec(SPEC), "x")

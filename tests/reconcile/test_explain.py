@@ -80,7 +80,7 @@ def downloading(failed: bool = False) -> Step:
 
 
 def rollout(*bodies: dict[str, Any], pods: tuple[Any, ...] = (), wanted: Any = TARGET) -> Step:
-    kinds = {"gateway": "Deployment"}
+    kinds = {"gateway": "Deployment", "decode": "PodDisruptionBudget"}
     children = [
         child_of(kinds.get(b["metadata"]["name"].removeprefix("demo-"), "StatefulSet"), b) for b in bodies
     ]
@@ -109,6 +109,9 @@ def autoscaled() -> Any:
 ACTING = {
     "share_gpu_budget": lambda: rollout(gateway(BEFORE), *pools(BEFORE), wanted=budgeted(4)),
     "apply_planned_objects": lambda: rollout(),
+    "keep_budgets_of_all_revisions": lambda: rollout(
+        gateway(BEFORE), *pools(BEFORE), workload("Deployment", "decode", None)
+    ),
     "route_to_service_without_picker": lambda: rollout(
         wanted=deployment({**SPEC, **ANOTHER_MODEL, "gateway": {"httpRoute": ROUTE, "inferencePool": {}}})
     ),

@@ -14,10 +14,11 @@ from mmd_operator.autoscaling import DeploymentPolicy, PoolFacts, ScaleActions
 from mmd_operator.kube.cluster import Cluster
 from mmd_operator.kube.metrics import Counts, OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION
-from mmd_operator.observed.observed import Child, Observed, PodView, child_of
+from mmd_operator.observed.observed import Child, Observed, PodView, child_of, pod_of
 from mmd_operator.observed.problems import Deadlines
 from mmd_operator.passes.reconcile_pass import _pod_problems
 from mmd_operator.resources.plan import plan_objects
+from mmd_operator.resources.workload_kinds import WORKER_INDEX_LABEL
 from mmd_operator.rollout.next_step import Step, next_step
 from mmd_operator.scaling.pool_actions import PoolActions
 from mmd_operator.scaling.scaling_facts import pod_facts, pods_in
@@ -331,3 +332,11 @@ def test_a_group_beyond_the_size_gives_no_reason():
     crashes = GroupCrashes()
     ended = member(1, 0, ready=False, container=crashed("killed", restarts=1))
     assert crashes.problems(observed(group_set(1), ended)) == []
+
+
+@pytest.mark.parametrize("rank", ["a", "", "-1", "1.5"])
+def test_a_pod_with_a_label_that_is_no_rank_is_a_pod_of_its_own(rank: str):
+    """Anybody may label pods; one that cannot be read would be missing from every view."""
+    labelled = {"name": "demo-decode-0", "uid": "1", "labels": {WORKER_INDEX_LABEL: rank}}
+    seen = pod_of({"metadata": labelled, "spec": {}, "status": {}})
+    assert (seen.group_rank, seen.leads, seen.group) == (None, True, None)

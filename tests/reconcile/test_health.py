@@ -17,6 +17,7 @@ from mmd_operator.health import health_endpoint
 from mmd_operator.kube.leadership import Leadership
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION
+from mmd_operator.passes.reconciler import Reconciler
 from mmd_operator.serve import LEASE_STALE_SECONDS, trouble
 
 HELPERS = ("sweep", "events", "namespaces")
@@ -84,3 +85,26 @@ async def test_a_lease_that_is_not_checked_any_more_is_reported() -> None:
         assert await healthz() == (200, "ok\n")
         operator.lease.quiet_seconds = LEASE_STALE_SECONDS + 1
         assert await healthz() == (503, "the lease has not been checked for 61 s\n")
+
+
+async def test_a_deployments_loop_survives_the_late_deletion_of_its_predecessor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No watch keeps the order between the DELETED of one object and the ADDED of the next with its name."""
+
+    async def run(_: Reconciler) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Reconciler, "run", run)
+    loops = Operator().loops
+
+    def show(uid: str, *, gone: bool) -> None:
+        body = {"metadata": {"namespace": "default", "name": "demo", "uid": uid, "resourceVersion": "1"}}
+        loops.show(body, gone, cast(Any, {}), cast(Any, {}))
+
+    show("second", gone=False)
+    show("first", gone=True)
+    assert list(loops._running) == [("default", "demo")]
+    show("second", gone=True)
+    assert not loops._running
+    await loops.stop()

@@ -103,15 +103,24 @@ def test_the_old_pools_stay_while_a_gateway_pod_of_theirs_does(deleting):
     assert not found.remove
 
 
-def test_a_budget_of_an_earlier_release_over_all_revisions_goes_at_once():
-    """The API server evicts no pod that two budgets select."""
+def test_a_budget_of_an_earlier_release_over_all_revisions_is_replaced_when_the_rollout_is_over():
+    """The API server evicts no pod that two budgets select, and pods that serve keep one."""
     metadata = workload("StatefulSet", "decode", None)["metadata"]
-    shared = {"metadata": {**metadata, "name": "demo-decode", "uid": "of-the-budget"}, "spec": {}}
-    present = observed(NATS, *pools(OLD), gateway(OLD))
-    child = child_of("PodDisruptionBudget", shared)
-    found = step(replace(present, children={**present.children, child.key: child}))
-    assert found.stage == "BringingUp"
-    assert removed(found) == {"demo-decode"}
+    shared = child_of(
+        "PodDisruptionBudget",
+        {"metadata": {**metadata, "name": "demo-decode", "uid": "of-the-budget"}, "spec": {}},
+    )
+
+    def found(*workloads, beside=True) -> tuple[set[str], set[str]]:
+        seen = observed(NATS, *workloads)
+        present = replace(seen, children={**seen.children, shared.key: shared}) if beside else seen
+        next_one = step(present)
+        budgets = {m["metadata"]["name"] for m in next_one.apply if m["kind"] == "PodDisruptionBudget"}
+        return removed(next_one), {name for name in budgets if "decode" in name}
+
+    assert found(*pools(OLD), gateway(OLD)) == (set(), set())
+    assert found(*pools(NEW), gateway(NEW)) == ({"demo-decode"}, set())
+    assert found(*pools(NEW), gateway(NEW), beside=False) == (set(), {f"demo-decode-{NEW}"})
 
 
 def test_the_old_pools_are_removed_after_their_last_gateway_pod():

@@ -1,4 +1,4 @@
-"""A spec or a fault that stops the autoscaler: it is refused when it is read, or a problem of the deployment names it."""
+"""A spec or a fault that stops the autoscaler: a problem of the deployment names it, and all else goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from mmd_api.faults import Fault, InvalidDeploymentError
 from mmd_api.resource import API_VERSION, KIND
+from mmd_operator.autoscaling import DeploymentPolicy
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION
 from mmd_operator.observed.observed import Observed
@@ -30,34 +32,41 @@ def scheduled(*crons: str, min_replicas: int = 2) -> dict[str, Any]:
     return {"gpus": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 8, "schedules": schedules}}
 
 
+def faults_of(**spec: Any) -> tuple[Fault, ...]:
+    """What the autoscaler cannot follow of a spec that a pass can."""
+    reading = read(body(**spec))
+    assert reading.deployment is not None, reading.faults
+    try:
+        DeploymentPolicy.of(reading.deployment.spec)
+    except InvalidDeploymentError as error:
+        return error.faults
+    return ()
+
+
 @pytest.mark.parametrize("cron", ["0 24 * * *", "0 8 31 2 *", "60 * * * *", "*/0 * * * *"])
-def test_a_schedule_that_no_clock_can_follow_is_an_invalid_spec(cron: str):
-    reading = read(body(decode=scheduled("0 8 * * *", cron)))
-    assert reading.deployment is None
-    (fault,) = reading.faults
+def test_a_schedule_that_no_clock_can_follow_is_named(cron: str):
+    (fault,) = faults_of(decode=scheduled("0 8 * * *", cron))
     assert fault.field == "spec.decode.autoscaling.schedules[1].cron"
     assert repr(cron) in fault.message
     assert "set minute, hour, day of month, month and day of week" in fault.message
 
 
-def test_schedules_that_need_more_gpus_than_the_budget_are_an_invalid_spec():
+def test_schedules_that_need_more_gpus_than_the_budget_are_named():
     pool = {"gpus": 1, "replicas": 1}
-    reading = read(
-        body(gpuBudget=8, encoder=pool, prefill=pool, decode=scheduled("0 8 * * *", min_replicas=7))
-    )
-    (fault,) = reading.faults
+    decode = scheduled("0 8 * * *", min_replicas=7)
+    (fault,) = faults_of(gpuBudget=8, encoder=pool, prefill=pool, decode=decode)
     assert fault.field == "spec.gpuBudget"
     assert "may need 9 GPUs at once, but the budget is 8; raise gpuBudget" in fault.message
 
 
 def test_every_pool_with_an_invalid_schedule_is_named():
-    reading = read(body(prefill=scheduled("0 24 * * *"), decode=scheduled("0 25 * * *")))
-    fields = {fault.field for fault in reading.faults}
+    faults = faults_of(prefill=scheduled("0 24 * * *"), decode=scheduled("0 25 * * *"))
+    fields = {fault.field for fault in faults}
     assert fields == {f"spec.{pool}.autoscaling.schedules[0].cron" for pool in ("prefill", "decode")}
 
 
 def test_schedules_that_can_be_followed_are_valid():
-    assert read(body(decode=scheduled("0 8 * * 1-5", "*/15 22 29 2 *"))).faults == ()
+    assert faults_of(decode=scheduled("0 8 * * 1-5", "*/15 22 29 2 *")) == ()
 
 
 async def test_a_tick_that_raises_is_a_problem_until_a_tick_succeeds(monkeypatch: pytest.MonkeyPatch):
@@ -74,7 +83,9 @@ async def test_a_tick_that_raises_is_a_problem_until_a_tick_succeeds(monkeypatch
         body(),
         pauses,
     )
-    outcomes: list[Exception | None] = [ZeroDivisionError("no rate"), ZeroDivisionError("no rate"), None]
+    invalid = InvalidDeploymentError([Fault("spec.gpuBudget", "9 GPUs are needed")])
+    zero = ZeroDivisionError("no rate")
+    outcomes: list[Exception | None] = [zero, zero, invalid, None]
     seen: list[tuple[str | None, bool]] = []
     ended = asyncio.Event()
 
@@ -93,4 +104,5 @@ async def test_a_tick_that_raises_is_a_problem_until_a_tick_succeeds(monkeypatch
     await ended.wait()
     ticks.cancel()
     failure = "the autoscaler failed, and no pool is resized: ZeroDivisionError('no rate')"
-    assert seen == [(None, False), (failure, True), (failure, False), (None, True)]
+    named = "no pool is resized: spec.gpuBudget: 9 GPUs are needed"
+    assert seen == [(None, False), (failure, True), (failure, False), (named, True), (None, True)]

@@ -169,12 +169,3 @@ class DeploymentPolicy:
             )
             raise InvalidDeploymentError([Fault("spec.gpuBudget", problem)])
         return cls(pools, budget)
-
-
-def policy_faults(spec: MultimodalDeploymentSpec) -> tuple[Fault, ...]:
-    """Why the autoscaler cannot follow the spec; empty if it can."""
-    try:
-        DeploymentPolicy.of(spec)
-    except InvalidDeploymentError as error:
-        return error.faults
-    return ()

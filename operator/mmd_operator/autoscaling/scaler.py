@@ -161,6 +161,8 @@ class Scaler:
 
     def _sample(self, now: float, rules: PoolPolicy, pod: PodFacts) -> PodSample:
         at, report = self._workers.get(pod.name, (None, None))
+        if at is not None and at < pod.created_at:
+            at, report = None, None  # from an earlier pod of this name
         fresh = at is not None and now - at <= rules.stale_after_seconds
         state: PodState
         if pod.deleting:

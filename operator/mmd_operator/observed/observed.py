@@ -435,7 +435,7 @@ def pod_of(body: Body) -> PodView:
         finished=status.get("phase") in ("Succeeded", "Failed"),
         ends_at=unix_seconds(metadata.get("deletionTimestamp")),
         has_picker=PICKER_PORT_NAME in _ports(body),
-        group_rank=int(labels[WORKER_INDEX_LABEL]) if WORKER_INDEX_LABEL in labels else None,
+        group_rank=int(rank) if (rank := labels.get(WORKER_INDEX_LABEL, "")).isdecimal() else None,
     )
 
 

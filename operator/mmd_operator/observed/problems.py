@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mmd_api.contract.pools import PoolName
+from mmd_api.faults import Fault
 from mmd_api.resource import GROUP
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 from mmd_api.tenants import KEYS_FILE
@@ -453,6 +454,12 @@ def not_recorded(words: str) -> Problem:
         f"the spec could not be recorded, so a later rollout cannot return to it: {words[:500]}",
         "grant the operator's service account the permissions defined in its chart, or raise the quota that the message names",
     )
+
+
+def not_followed(faults: Sequence[Fault]) -> Problem:
+    """Schedules that the autoscaler cannot follow. No rule of the CRD can read a cron expression, or add up pools over time."""
+    seen = "; ".join(map(str, faults))[:1000]
+    return Problem("AutoscalerFailed", "autoscaler", f"no pool is resized: {seen}", "all else goes on")
 
 
 def autoscaler_failed(error: Exception) -> Problem:

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from mmd_api.faults import Fault, InvalidDeploymentError, cluster_faults
 from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
-from mmd_operator.autoscaling.policy import policy_faults
 
 _METADATA_FIELDS = ("name", "namespace", "uid", "generation")
 
@@ -36,7 +35,7 @@ def read(body: Mapping[str, Any]) -> Reading:
         deployment = MultimodalDeployment.parse(data)
     except InvalidDeploymentError as error:
         return Reading(None, error.faults, tuple(unknown))
-    faults = (*cluster_faults(deployment), *policy_faults(deployment.spec))
+    faults = tuple(cluster_faults(deployment))
     return Reading(None if faults else deployment, faults, tuple(unknown))
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 
+from mmd_api.faults import InvalidDeploymentError
 from mmd_operator.kube.cluster import BusyError, Cluster, RefusedError
 from mmd_operator.kube.context import PassContext
 from mmd_operator.kube.events import EventRecorder
@@ -23,7 +24,7 @@ from mmd_operator.kube.pod_client import ReportFetcher
 from mmd_operator.kube.status_time import now
 from mmd_operator.observed.condition_state import ConditionState
 from mmd_operator.observed.observed import Body, Observed
-from mmd_operator.observed.problems import Problem, autoscaler_failed, refusal
+from mmd_operator.observed.problems import Problem, autoscaler_failed, not_followed, refusal
 from mmd_operator.passes.reconcile_pass import ReconcilePass
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,10 @@ class Reconciler:
                 logger.warning("%s/%s: failed to scale: %s", self.namespace, self.name, error)
                 if isinstance(error, RefusedError):
                     self._note_unscaled(refusal("autoscaler", str(error)))
+            except InvalidDeploymentError as error:
+                self._passed("scale", error)
+                logger.warning("%s/%s: no pool is scaled: %s", self.namespace, self.name, error)
+                self._note_unscaled(not_followed(error.faults))
             except Exception as error:  # the loop must go on, as for passes
                 self._passed("scale", error)
                 logger.exception("%s/%s: autoscaler tick failed", self.namespace, self.name)

@@ -12,6 +12,8 @@ from mmd_api.contract.pools import PoolName
 from mmd_api.readers import Component
 from mmd_operator.resources.naming import Manifest, RevisionScope
 
+BUDGET_KIND = "PodDisruptionBudget"
+
 
 def pool_budget(scope: RevisionScope, pool: PoolName) -> Manifest:
     """The budget of a pool's pods of this revision."""
@@ -28,7 +30,7 @@ def component_budget(scope: RevisionScope, component: Component) -> Manifest:
 def _budget(metadata: Manifest, selector: Manifest) -> Manifest:
     return {
         "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
+        "kind": BUDGET_KIND,
         "metadata": metadata,
         "spec": {
             "maxUnavailable": 1,

@@ -160,7 +160,8 @@ def pod_basics(spec: MultimodalDeploymentSpec, template: PodTemplate, grace_seco
         "terminationGracePeriodSeconds": grace_seconds,
     }
     if spec.image.pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in spec.image.pull_secrets]
+        # The API server answers every apply of a list with two equal keys with 500.
+        pod["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(spec.image.pull_secrets)]
     optional_names = {
         "serviceAccountName": template.service_account_name,
         "priorityClassName": template.priority_class_name,

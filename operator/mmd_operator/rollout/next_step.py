@@ -31,6 +31,7 @@ STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     # Objects to apply.
     steps.share_gpu_budget,
     steps.apply_planned_objects,
+    steps.keep_budgets_of_all_revisions,
     steps.route_to_service_without_picker,
     steps.hold_gateway_until_pools_are_ready,
     steps.hold_new_pools_without_gpus,

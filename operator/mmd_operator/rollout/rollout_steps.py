@@ -14,6 +14,7 @@ from mmd_api.pool_resource import POOL_KIND
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import StepEffect
 from mmd_operator.observed.observed import Child, ObjectKey, Observed, PoolGrowth, manifest_key
+from mmd_operator.resources.disruption import BUDGET_KIND
 from mmd_operator.resources.exposure import EXPOSING_KINDS, to_service
 from mmd_operator.resources.naming import COMPONENT_LABEL, DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 from mmd_operator.resources.sentences import sentence_of
@@ -118,6 +119,27 @@ def apply_planned_objects(state: RolloutState) -> StepResult:
         apply_planned_objects, [f"{new} of {len(state.planned)} do not exist yet"] if new else []
     )
     return replace(state, apply=tuple(state.planned)), effect
+
+
+def keep_budgets_of_all_revisions(state: RolloutState) -> StepResult:
+    """A pool's disruption budget over all revisions, as earlier releases made it, stays alone until the rollout is over.
+
+    A pod that two budgets select cannot be evicted.
+    """
+    shared = {
+        child.component
+        for child in state.observed.children.values()
+        if child.kind == BUDGET_KIND and child.revision is None and state.owns(child)
+    }
+    withheld = [
+        m
+        for m in state.apply
+        if m["kind"] == BUDGET_KIND
+        and REVISION_LABEL in m["metadata"]["labels"]
+        and m["metadata"]["labels"].get(COMPONENT_LABEL) in shared
+    ]
+    effect = _effect(keep_budgets_of_all_revisions, [m["metadata"]["name"] for m in withheld])
+    return _without(state, withheld), effect
 
 
 def route_to_service_without_picker(state: RolloutState) -> StepResult:
@@ -302,10 +324,8 @@ def restore_fixed_sizes(state: RolloutState) -> StepResult:
 
 
 def remove_unused_objects(state: RolloutState) -> StepResult:
-    """Objects of older revisions are removed once no gateway pod uses them, others that are not planned once the revision serves alone.
-
-    Routes are removed at once, and so are budgets over all revisions, as earlier releases made them: no pod may have two.
-    """
+    """Objects of older revisions are removed once no gateway pod uses them, others that are not planned once the revision serves
+    alone, routes at once."""
     planned = {manifest_key(m) for m in state.planned}
     finished = state.switched and state.ready
     in_use = state.in_use
@@ -317,7 +337,6 @@ def remove_unused_objects(state: RolloutState) -> StepResult:
         and child.kind != POOL_KIND
         and (
             child.kind in EXPOSING_KINDS
-            or (child.kind == "PodDisruptionBudget" and child.revision is None)
             or (finished if child.revision in (None, state.revision) else child.revision not in in_use)
         )
     )
