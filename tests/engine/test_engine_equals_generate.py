@@ -270,6 +270,21 @@ def test_a_reservation_takes_the_prompt_and_not_the_longest_answer():
         make_engine(model, blocks=39, block_tokens=8, max_model_len=320).reserve("never", 64, 256)
 
 
+def test_a_waiting_prompt_gets_the_place_that_hand_overs_ask_for_too():
+    """Hand-overs ask before every step, so each place that became free was theirs."""
+    model, prompts, answers = model_and_answers("llama")
+    engine = make_engine(model, max_sequences=2)
+    engine.reserve("0", 8, NEW_TOKENS)
+    engine.reserve("1", 8, NEW_TOKENS)
+    engine.add(text_input(model, "text", prompts[1], NEW_TOKENS))
+    assert not engine.step().tokens
+    engine.abort("0")
+    with pytest.raises(OverloadedError, match="2 of 2 sequence slots"):
+        engine.reserve("2", 8, NEW_TOKENS)
+    assert run(engine).tokens["text"] == answers[1]
+    engine.reserve("2", 8, NEW_TOKENS)
+
+
 @pytest.mark.parametrize("name", TEXT_MODELS)
 def test_what_the_decoder_has_cached_is_not_moved_again(name):
     model, prompts, answers = model_and_answers(name)

@@ -57,7 +57,7 @@ class Deployment:
         self.may_end = asyncio.Event()
         self.hangs = False  # the receiver answers no check
         self.unanswered: set[str] = set()  # jobs whose next check the receiver refuses
-        self.runs: dict[str, JobRuns] = {}  # of jobs that the receiver waits for, by job id
+        self.runs: dict[str, JobRuns] = {}  # by job id; the receiver waits for these jobs
         self.services: list[EncoderService] = []
         self._running: list[asyncio.Task[None]] = []
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -298,6 +299,54 @@ async def test_a_lease_is_renewed_while_prefill_computes_what_the_decoder_has_ca
         await memory.until(handing_over.done)
         await handing_over
         assert engine.log == ["reserve", "attach"]
+
+
+async def test_waiting_handovers_to_a_silent_decoder_copy_no_more_kv_than_fits_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies lie beside the KV pool, in memory that nobody left for them."""
+    memory, engine = Memory(), BusyEngine(0.0)
+    copied = sent = most = 0
+    waiting, may_send = list[KvChunk](), asyncio.Event()
+    read, send, announce = BusyEngine.read_kv, KvSender._send, KvSender._announce
+
+    async def counted_read(self: BusyEngine, *arguments: Any) -> list[torch.Tensor]:
+        nonlocal copied, most
+        copied += 1
+        most = max(most, copied - sent)
+        return await read(self, *arguments)
+
+    begun = list[Any]()
+
+    async def counted_send(self: KvSender, *arguments: Any) -> None:
+        nonlocal sent
+        begun.append(arguments)
+        await send(self, *arguments)
+        sent += 1
+
+    async def held_announce(self: KvSender, link: Any, pod: str, chunk: KvChunk) -> None:
+        waiting.append(chunk)
+        await may_send.wait()
+        await announce(self, link, pod, chunk)
+
+    monkeypatch.setattr(BusyEngine, "read_kv", counted_read)
+    monkeypatch.setattr(KvSender, "_send", counted_send)
+    monkeypatch.setattr(KvSender, "_announce", held_announce)
+    async with pair(memory.connect, engine, clock=memory.clock) as (sender, _):
+        handing = []
+        for number in range(6):
+            wanted = replace(request(seconds=600.0), request_id=f"r-{number}")
+            reservation = await sender.reserve(wanted)
+            ranges = Ranges(ready=[(0, 4), (4, 8)], finished=Finished([1], 8))
+            handing.append(
+                asyncio.create_task(sender.hand_over(wanted, f"r-{number}#0", reservation, ranges))
+            )
+        await memory.until(lambda: len(begun) == len(handing) and waiting)
+        may_send.set()
+        await memory.until(lambda: all(task.done() for task in handing))
+        await asyncio.gather(*handing)
+        assert (copied, sent) == (12, 12)
+        assert most == kv_sender.COPIES_PER_POD
 
 
 async def test_kv_is_not_sent_once_its_lease_has_ended() -> None:

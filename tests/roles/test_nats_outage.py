@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from mmd_workers.wire.server import NatsServer
@@ -46,8 +48,13 @@ async def test_a_stored_copy_is_left_to_the_encoder_that_runs_the_job(
     async with deployed(connect, own_nats_server, encoders=2) as deployment:
         await deployment.publish(job(0))
         await until(lambda: deployment.begun)
-        for copy in range(3):
-            await deployment._queue._publish(job(0), message_id=f"copy-{copy}")
-        await until(lambda: deployment.redelivered)
+        copies = itertools.count()
+
+        async def has_met_the_other_encoder() -> bool:
+            """The encoder that runs the job joins a copy, and the other one leaves it, so that it is delivered again."""
+            await deployment._queue._publish(job(0), message_id=f"copy-{next(copies)}")
+            return bool(deployment.redelivered)
+
+        await until(has_met_the_other_encoder, pause_seconds=0.2)
         await deployment.until_done()
         assert deployment.begun == {"job-0": 1}

@@ -178,7 +178,7 @@ class Encoder:
             "waiting for memory": sum(map(len, pipeline._memory._waiting.values())),
             "jobs": len(service._jobs) + (not service._takes_jobs.is_set()),
             "cached jobs": len(service._cached_jobs),
-            "slots": service._max_jobs - self.queue.batch,
+            "slots": service._max_jobs - self.queue.last_batch,
             "slots past the queue": service._max_jobs - service._cached_slots._value,
             "cache bytes": cache.used_bytes - sum(e.feature.num_bytes for e in cache._features.values()),
             "over budget": max(0, cache.used_bytes - CACHE_BYTES),

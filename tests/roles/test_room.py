@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from mmd_api.contract.errors import CapacityError, LayoutMismatchError, MmdError
 from mmd_workers.basics.overtaking import MAX_OVERTAKEN
-from mmd_workers.decode.offer_queue import REPEAT_SECONDS, OfferQueue
+from mmd_workers.decode import offer_queue
+from mmd_workers.decode.offer_queue import FORGET_SECONDS, REPEAT_SECONDS, OfferQueue
 from mmd_workers.wire.messages.decode import KvGrant, KvOffer, KvRelease
 from support.harness.waiting import DEADLINE_SECONDS
 
@@ -119,4 +121,31 @@ def test_a_request_that_does_not_ask_again_is_not_waited_for() -> None:
         assert queue.turn(f"young{number}", 2.0, 0.0) is not None
     assert queue.turn("young", 2.0, REPEAT_SECONDS - 0.01) is None
     assert queue.turn("young", 2.0, REPEAT_SECONDS) is not None
-    assert len(queue) == 0
+    assert queue.waiting(REPEAT_SECONDS) == 0
+
+
+@pytest.mark.parametrize("round_seconds", [0.3, 0.9, 1.1, 2.0, 5.0])
+def test_a_request_that_asks_many_pods_in_turn_is_passed_no_more_often(round_seconds: float) -> None:
+    """While it asks elsewhere nobody waits for it, and what it has suffered is known when it is back."""
+    queue, asked, passed_while_waiting = OfferQueue(), -math.inf, 0
+    for tick in range(3000):
+        now = tick / 100
+        if now - asked >= round_seconds:
+            assert queue.turn("large", 1.0, now) is not None
+            queue.join("large", 1.0, now)
+            asked = now
+        waits = queue.waiting(now) > 0
+        if queue.turn(f"small-{tick}", 2.0 + tick, now) is not None:
+            passed_while_waiting += waits
+    assert passed_while_waiting == MAX_OVERTAKEN
+
+
+def test_what_is_known_of_requests_that_went_elsewhere_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer_queue, "MAX_WAITING", 4)
+    queue = OfferQueue()
+    for number in range(6):
+        queue.join(f"r{number}", float(number), 0.0)
+    assert queue.waiting(0.5) == len(queue._known) == 4
+    queue.join("new", 9.0, REPEAT_SECONDS)
+    assert list(queue._known) == ["new"]
+    assert queue.waiting(REPEAT_SECONDS + FORGET_SECONDS) == len(queue._known) == 0

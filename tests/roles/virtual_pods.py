@@ -308,7 +308,7 @@ class PodQueue:
     def __init__(self, bus: PodBus) -> None:
         self._bus = bus
         self._net = bus.net
-        self.batch = 0  # of the latest pull
+        self.last_batch = 0
 
     async def publish(self, job: EncodeJob) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
@@ -321,7 +321,7 @@ class PodQueue:
             raise DeadlineError("not confirmed")
 
     async def pull(self, modalities: Sequence[str], batch: int, wait: float) -> list[Delivery]:
-        self.batch = batch
+        self.last_batch = batch
         now = asyncio.get_running_loop().time
         end = now() + wait
         while True:

@@ -288,6 +288,9 @@ class DecodeService(SequenceOwner):
             if error.retryable:
                 self._queue.join(offer.request_id, offer.arrived, self._clock.now())
             return refuse(error.code, error.message)
+        except BaseException:
+            turn.unused()
+            raise
         self._queue.leave(offer.request_id)
         try:
             epoch = self._links.epoch_for(offer.pod, offer.incarnation, offer.failed_epoch)
@@ -296,9 +299,11 @@ class DecodeService(SequenceOwner):
             if (link := pump.made) is not None:  # otherwise held once it is made
                 inbound.held.enter_context(link.held())
         except MmdError as error:
+            turn.unused()
             self._engine.abort(sequence)
             return refuse(error.code, error.message)
         if self._book.was_cancelled(offer.request_id, offer.attempt):  # cancelled meanwhile
+            turn.unused()
             inbound.held.close()
             self._engine.abort(sequence)
             return refuse(RequestCancelledError.code, "the request was cancelled")

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 from mmd_workers.basics.overtaking import next_in_line
 
-REPEAT_SECONDS = 1.0  # an offer not repeated for this long has gone elsewhere
+REPEAT_SECONDS = 1.0  # an offer not repeated for this long is not waited for
+FORGET_SECONDS = 60.0  # how long it is known how often a request was passed: a round over many decode pods may take seconds
 MAX_WAITING = 4096
 
 
 @dataclass(slots=True, eq=False)
 class WaitingOffer:
-    """A request refused a moment ago for lack of room, or one that asks for room now. Times are in seconds."""
+    """A request refused for lack of room, or one that asks for room now. Times are in seconds."""
 
     request_id: str
     arrived: float  # when its gateway received it
-    refused: float
+    asked: float
     overtaken: int = (
         0  # younger requests that got room, or are asking for it, while this one was first in line
     )
@@ -31,26 +32,20 @@ class OfferQueue:
     """Requests that wait for room, by id."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, WaitingOffer] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self._known: dict[str, WaitingOffer] = {}
 
     def waiting(self, now: float) -> int:
         """The number of requests that wait here."""
-        self._waiting = {
-            name: offer for name, offer in self._waiting.items() if now - offer.refused < REPEAT_SECONDS
-        }
-        return len(self._waiting)
+        return len(self._line(now))
 
     def turn(self, request_id: str, arrived: float, now: float) -> Turn | None:
         """The turn of a request to ask the engine for room; None if it must wait behind the first in line.
 
         The first in line counts as overtaken from now on, so simultaneous turns do not exceed the bound.
         """
-        self.waiting(now)
-        asking = self._waiting.get(request_id) or WaitingOffer(request_id, arrived, now)
-        others = [offer for name, offer in self._waiting.items() if name != request_id]
+        asking = self._known.get(request_id) or WaitingOffer(request_id, arrived, now)
+        asking.asked = now
+        others = [offer for offer in self._line(now) if offer is not asking]
         line = sorted([asking, *others], key=lambda offer: (offer.arrived, offer.request_id))
         if next_in_line(line, lambda offer: offer is asking) is None:
             return None
@@ -58,14 +53,24 @@ class OfferQueue:
 
     def join(self, request_id: str, arrived: float, now: float) -> None:
         """Record that a request was refused now and is expected to ask again."""
-        if (offer := self._waiting.get(request_id)) is not None:
-            offer.refused = now
-        elif len(self._waiting) < MAX_WAITING:
-            self._waiting[request_id] = WaitingOffer(request_id, arrived, now)
+        if (offer := self._known.get(request_id)) is not None:
+            offer.asked = now
+            return
+        if len(self._known) >= MAX_WAITING:
+            self._known = {offer.request_id: offer for offer in self._line(now)}
+        if len(self._known) < MAX_WAITING:
+            self._known[request_id] = WaitingOffer(request_id, arrived, now)
 
     def leave(self, request_id: str) -> None:
         """Forget a request that got its room, here or elsewhere, or has ended."""
-        self._waiting.pop(request_id, None)
+        self._known.pop(request_id, None)
+
+    def _line(self, now: float) -> list[WaitingOffer]:
+        """The requests that asked a moment ago. Those that have not asked for long are forgotten."""
+        self._known = {
+            name: offer for name, offer in self._known.items() if now - offer.asked < FORGET_SECONDS
+        }
+        return [offer for offer in self._known.values() if now - offer.asked < REPEAT_SECONDS]
 
 
 @dataclass(frozen=True, slots=True)

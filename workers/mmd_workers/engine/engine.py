@@ -236,13 +236,15 @@ class Engine:
         KV; 0: no companion. Returns the number of tokens whose KV is in the prefix cache. The first write
         starts there.
 
+        Sequences that wait here keep a slot each: without one they would never run while reservations keep coming.
+
         Raises:
             CapacityError: the sequence can never fit.
             OverloadedError: there are no blocks or no sequence slot now.
         """
         self.table.check_new(sequence_id)
         self._check_fits(prompt_tokens, max_tokens, companion_tokens)
-        num_sequences = self.scheduler.places + self.table.reserved_places
+        num_sequences = self.scheduler.places + self.scheduler.waiting_places + self.table.reserved_places
         if num_sequences + (2 if companion_tokens else 1) > self.scheduler.max_sequences:
             raise OverloadedError(
                 f"{num_sequences} of {self.scheduler.max_sequences} sequence slots are in use; try another decode worker"
@@ -509,7 +511,7 @@ class Engine:
                 len(r.blocks) - r.shared + len(r.companion_blocks) for r in self.table.reservations.values()
             ),
             block_tokens=self.blocks.block_tokens,
-            waiting_sequences=sum(s.places for s in waiting),
+            waiting_sequences=self.scheduler.waiting_places,
             running_sequences=self.scheduler.places,
             held_sequences=len(self.table.sequences) - len(running) - len(waiting),
             reserved_sequences=self.table.reserved_places,

@@ -137,6 +137,11 @@ class Scheduler:
         """Places that running sequences take."""
         return sum(sequence.places for sequence in self.running)
 
+    @property
+    def waiting_places(self) -> int:
+        """Places that waiting sequences will take."""
+        return sum(sequence.places for sequence in self.waiting)
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence in any state and release its blocks."""
         if sequence.state is SequenceState.WAITING:

@@ -55,6 +55,7 @@ LINKS_AHEAD = 8  # limit of links made before a request needs them
 # While the decoder already has the KV, a chunk without tokens renews the lease after this fraction of it.
 RENEW_FRACTION = 0.25
 MAX_TRIES = 5  # pairs that may fail in one handover
+COPIES_PER_POD = 2  # copied ranges: one is being sent, and the next one is read meanwhile
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ class KvSender:
         self._metrics = metrics
         self._block_tokens = block_tokens
         self._order: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by pod
+        self._copies: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         self._releases: set[asyncio.Task[None]] = set()
         self._log = RateLimitedLog(log)
         self._linking = 0  # links ahead of requests that are requested or being made
@@ -402,6 +404,17 @@ class KvSender:
     async def _send(
         self, link: PairLink, reservation: KvReservation, sequence: str, number: int, start: int, end: int
     ) -> None:
+        """Send a range, or a chunk without tokens. Ranges are copied in the order of their turns, and few at a time: a decoder that is
+        busy or silent holds no memory for the rest.
+        """
+        copies = self._copies.setdefault(reservation.pod, asyncio.Semaphore(COPIES_PER_POD))
+        async with copies:
+            await self._copy_and_send(link, reservation, sequence, number, start, end)
+        self._metrics.transfer_bytes.labels("kv", "sent").inc((end - start) * self._wire.bytes_per_token)
+
+    async def _copy_and_send(
+        self, link: PairLink, reservation: KvReservation, sequence: str, number: int, start: int, end: int
+    ) -> None:
         tensors: list[torch.Tensor] = []
         if start < end:
             tensors = await self._engine.read_kv(sequence, start, end)
@@ -424,7 +437,6 @@ class KvSender:
             except asyncio.CancelledError:
                 await asyncio.gather(sending, return_exceptions=True)  # the link outlives this request
                 raise
-        self._metrics.transfer_bytes.labels("kv", "sent").inc((end - start) * self._wire.bytes_per_token)
 
     async def _announce_and_send(
         self, link: PairLink, pod: str, chunk: KvChunk, tensors: list[torch.Tensor]

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from mmd_api.contract.errors import (
     DeadlineError,
@@ -36,6 +36,9 @@ from mmd_workers.wire.messages.message_parts import FeatureRef, Phase
 from mmd_workers.wire.messages.prefill import GenerateRequest, Placed
 
 log = logging.getLogger(__name__)
+
+EARLY_SHARE = 0.25
+"""Share of the engine's places, at least one, for prompts that begin before their media have come. A place is also one at a decoder."""
 
 
 class PrefillService(SequenceOwner):
@@ -66,6 +69,8 @@ class PrefillService(SequenceOwner):
         self._overlap_tokens = overlap_tokens
         self._metrics = metrics
         self._engine_slots = asyncio.Semaphore(max_in_engine)
+        self._max_early = max(1, int(max_in_engine * EARLY_SHARE))
+        self._early: set[str] = set()  # prompts that began before their media
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._needs_encoders: set[str] = set()
         self._ranges: dict[str, Ranges] = {}
@@ -216,6 +221,7 @@ class PrefillService(SequenceOwner):
             self._added.pop(name, None)
             self._cached_tokens.pop(name, None)
             self._filling.pop(name, None)
+            self._early.discard(name)
 
     async def _give_up(self, name: str, error: MmdError) -> None:
         # This comes first: a pod whose engine fails gives back all sequences that are open.
@@ -231,13 +237,26 @@ class PrefillService(SequenceOwner):
             needed = [number for number in range(len(request.features)) if number not in tracked.absent]
             arrivals = await self._gather_features(name, request, needed)
             leading_text_tokens = min((request.features[number].ranges[0][0] for number in needed), default=0)
-            if arrivals and leading_text_tokens < self._overlap_tokens:
-                # Too little text before the first medium to be worth a decoder's blocks while encoders work.
+            if not self._begins_early(name, leading_text_tokens, arrivals.values()):
                 await asyncio.gather(*map(asyncio.shield, arrivals.values()))
         finally:
             self._needs_encoders.discard(name)
         async with self._engine_slots:
             await self._prefill(name, tracked, arrivals, placed_at)
+
+    def _begins_early(
+        self, name: str, leading_text_tokens: int, arrivals: Collection[asyncio.Future[Feature]]
+    ) -> bool:
+        """Take an early place for a prompt whose media have not come.
+
+        False if it waits for them outside the engine: there is too little text before them to be worth a decoder's blocks while encoders work,
+        or so many prompts do this already that slow encoders would leave no place to text.
+        """
+        has_all = all(map(_has_come, arrivals))
+        if has_all or leading_text_tokens < self._overlap_tokens or len(self._early) >= self._max_early:
+            return has_all
+        self._early.add(name)
+        return True
 
     async def _prefill(
         self, name: str, tracked: Tracked, arrivals: dict[int, asyncio.Future[Feature]], placed_at: float
@@ -269,6 +288,7 @@ class PrefillService(SequenceOwner):
                     for number, arrival in arrivals.items()
                 )
             )
+            filling.add_done_callback(lambda _: self._early.discard(name))
             _, token = await asyncio.gather(filling, first)
             self._note_phases(tracked, placed_at, added, self._cached_tokens.get(name, 0))
             # The KV of the prompt is complete: a handover, however slow, needs no room for features.
