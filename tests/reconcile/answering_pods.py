@@ -19,7 +19,7 @@ from mmd_operator.sizes.pending_growth import PendingGrowth
 from mmd_operator.status.deployment_status import status_of
 from mmd_operator.status.facts import Facts
 
-from .bodies import NEW, pod
+from .bodies import NEW, UID, pod
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
@@ -57,7 +57,7 @@ def observed() -> Observed:
     components = ("encoder", "prefill", "decode", "gateway")
     pods = (replace(pod(c, name=f"demo-{c}-0", ready=True), address=c) for c in components)
     children = (
-        Child("StatefulSet", f"demo-{c}", "u", "1", None, c, NEW, "", False, Workload(1, 1, 1, 1, True, NEW, True, None))
+        Child("StatefulSet", f"demo-{c}", "u", "1", UID, c, NEW, "", False, Workload(1, 1, 1, 1, True, NEW, True, None))
         for c in components[:3]
     )  # fmt: skip
     return Observed({child.key: child for child in children}, tuple(pods))
@@ -68,7 +68,7 @@ def scaling(words: Words) -> PoolScaling:
 
 
 def tick(made: PoolScaling, after: float, deployment: MultimodalDeploymentSpec) -> bool:
-    _, changed = asyncio.run(made.tick(NOW + after, lambda: ScalingView(deployment, NEW, observed())))
+    _, changed = asyncio.run(made.tick(NOW + after, lambda: ScalingView(deployment, NEW, observed(), UID)))
     return changed
 
 

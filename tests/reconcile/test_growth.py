@@ -286,11 +286,11 @@ SPEC = SPEC.model_copy(  # the sums tell GPUs from pods
 
 
 def test_a_new_revision_gets_what_growth_of_the_serving_one_leaves():
-    assert not gpu_share(SPEC, "cccccccccc", NEW, SEEN).sizes
+    assert not gpu_share(SPEC, "cccccccccc", NEW, SEEN, UID).sizes
     growing = replace(SEEN, growth={PREFILL.name: TO_FOUR})
-    assert gpu_share(SPEC, "cccccccccc", NEW, growing).sizes == {"prefill": 1, "decode": 1}
+    assert gpu_share(SPEC, "cccccccccc", NEW, growing, UID).sizes == {"prefill": 1, "decode": 1}
     own = replace(SEEN, growth={f"demo-prefill-{OLD}": replace(TO_FOUR, revision=OLD, uid=None)})
-    assert not gpu_share(SPEC, OLD, NEW, own).sizes, "its own growth is part of its share"
+    assert not gpu_share(SPEC, OLD, NEW, own, UID).sizes, "its own growth is part of its share"
 
 
 def test_the_autoscaler_may_want_what_a_new_revision_leaves():

@@ -132,7 +132,7 @@ class Pool:
         ).spec
 
     def view(self) -> ScalingView:
-        return ScalingView(self.spec, self.revision, self.shown or self.observed())
+        return ScalingView(self.spec, self.revision, self.shown or self.observed(), UID)
 
     def step(self) -> Step:
         planned = [
@@ -245,3 +245,16 @@ async def test_another_surge_that_is_kept_is_reported_too():
     await pool.tick()
     assert len([words for words in pool.events if "keeps all 2 pods" in words]) == 2
     assert not pool.surged
+
+
+async def test_the_size_of_another_revision_is_nobodys_change():
+    """A revision that serves now may have begun smaller, as `gpuBudget` allowed."""
+    pool = Pool(most=6)
+    pool.owners, pool.queued = {SCALER_FIELD_MANAGER}, 2000.0
+    await pool.tick()
+    assert pool.replicas > 2
+    pool.revision, pool.replicas = "aaaaaaaaaa", 1
+    pool.name = f"demo-encoder-{pool.revision}"
+    await pool.tick()
+    decision = pool._scaling.decisions["encoder"]
+    assert (decision.current, decision.foreign_replicas) == (1, None)

@@ -89,6 +89,10 @@ class Scaler:
         """Record a gateway's report."""
         self._gateways[pod] = (now, report)
 
+    def forget_sizes(self) -> None:
+        """Forget the sizes that it has set: other pools serve now, and nobody else has changed theirs."""
+        self._histories = {name: replace(past, written=None) for name, past in self._histories.items()}
+
     def tick(
         self, now: float, pools: Mapping[PoolName, PoolFacts], gateways: frozenset[str]
     ) -> DeploymentDecision:

@@ -78,7 +78,7 @@ class PoolObjects:
         now = time.monotonic()
         for name in pools_in(spec):
             pool: Pool = getattr(spec, name)
-            child = pool_workload(observed, name, revision) if revision else None
+            child = pool_workload(observed, name, revision, self._uid) if revision else None
             if child is None or child.workload is None:
                 continue
             if now < self._not_served_until:

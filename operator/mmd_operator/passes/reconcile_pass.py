@@ -94,7 +94,7 @@ class ReconcilePass:
         serving = gateway.workload.template_revision if gateway and gateway.workload else None
         if deployment is None or deployment.spec.paused or serving is None:
             return None
-        return ScalingView(deployment.spec, serving, observed)
+        return ScalingView(deployment.spec, serving, observed, self.uid)
 
     def observe(self) -> Observed:
         """The state shown by the watch, plus decided growth still missing there."""

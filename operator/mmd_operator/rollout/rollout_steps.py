@@ -108,7 +108,7 @@ StepResult = tuple[RolloutState, StepEffect | None]
 
 def share_gpu_budget(state: RolloutState) -> StepResult:
     """A new revision gets what `gpuBudget` leaves beside the serving one: a pod for each pool, then more for the pool furthest from its size."""
-    share = gpu_share(state.spec, state.revision, state.serving, state.observed)
+    share = gpu_share(state.spec, state.revision, state.serving, state.observed, state.uid)
     return replace(state, share=share), _effect(share_gpu_budget, [share.words] if share.words else [])
 
 

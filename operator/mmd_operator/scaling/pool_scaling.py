@@ -36,11 +36,12 @@ from mmd_operator.status.facts import Scaling
 
 @dataclass(frozen=True, slots=True)
 class ScalingView:
-    """The input of a tick at one moment: the spec, the serving revision, and the observed state."""
+    """The input of a tick at one moment: the spec, the serving revision, the observed state, and the deployment's UID."""
 
     spec: MultimodalDeploymentSpec
     revision: str
     observed: Observed
+    uid: str
 
 
 class PoolScaling:
@@ -58,6 +59,7 @@ class PoolScaling:
         self._growth = growth
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
+        self._revision: str | None = None  # of the last tick
         self.counts = Counts()
         self._record = ScalingRecord(self.counts)
         self._reports = LoadReports(report_fetcher, metrics)
@@ -90,7 +92,7 @@ class PoolScaling:
         """True if a pool is autoscaled, over its minimum, draining, or has surge pods to resolve."""
         for name in POOL_NAMES:
             pool: Pool | None = getattr(view.spec, name)
-            child = pool_workload(view.observed, name, view.revision)
+            child = pool_workload(view.observed, name, view.revision, view.uid)
             if pool is None or child is None or child.workload is None:
                 continue
             if pool.autoscaling is not None:
@@ -129,10 +131,13 @@ class PoolScaling:
         workloads = {
             name: child
             for name in scaler.policy.pools
-            if (child := pool_workload(observed, name, revision)) and child.workload
+            if (child := pool_workload(observed, name, revision, view.uid)) and child.workload
         }
         if workloads.keys() != scaler.policy.pools.keys():
             return [], False  # a pool does not exist yet
+        if revision != self._revision:
+            scaler.forget_sizes()
+            self._revision = revision
         scaler.policy = replace(scaler.policy, gpu_budget=serving_budget(spec, observed, revision))
         pods = {name: pods_in(child, name, observed) for name, child in workloads.items()}
         facts = {

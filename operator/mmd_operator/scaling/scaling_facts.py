@@ -9,8 +9,8 @@ from mmd_operator.observed.observed import Child, Observed, PodView
 from mmd_operator.sizes.groups import as_one
 
 
-def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | None:
-    """The workload of a pool in one revision."""
+def pool_workload(observed: Observed, pool: PoolName, revision: str, uid: str) -> Child | None:
+    """The workload of a pool in one revision. `uid`: the deployment's UID, since anybody may copy labels."""
     return next(
         (
             child
@@ -18,6 +18,7 @@ def pool_workload(observed: Observed, pool: PoolName, revision: str) -> Child | 
             if child.is_sized
             and child.component == pool
             and child.revision == revision
+            and child.owner_uid == uid
             and not child.deleting
         ),
         None,

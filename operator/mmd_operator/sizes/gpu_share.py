@@ -22,9 +22,12 @@ class GpuShare:
 
 
 def gpu_share(
-    spec: MultimodalDeploymentSpec, revision: str, serving: str | None, observed: Observed
+    spec: MultimodalDeploymentSpec, revision: str, serving: str | None, observed: Observed, uid: str
 ) -> GpuShare:
-    """Give one pod to each pool, or let the rollout wait; then add pods one by one to the pool furthest from its size."""
+    """Give one pod to each pool, or let the rollout wait; then add pods one by one to the pool furthest from its size.
+
+    `uid`: the deployment's UID.
+    """
     budget = spec.gpu_budget
     if budget is None or serving is None or serving == revision:
         return GpuShare()
@@ -37,7 +40,11 @@ def gpu_share(
             (
                 child.workload.replicas
                 for child in observed.children.values()
-                if child.is_sized and child.component == name and child.revision == serving and child.workload
+                if child.is_sized
+                and child.component == name
+                and child.revision == serving
+                and child.owner_uid == uid
+                and child.workload
             ),
             1,
         )

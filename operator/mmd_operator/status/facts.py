@@ -110,7 +110,11 @@ class Facts:
         return {
             child.revision: child.workload
             for child in self.observed.children.values()
-            if child.is_sized and child.component == pool and child.workload and not child.deleting
+            if child.is_sized
+            and child.component == pool
+            and child.name == f"{self.name}-{pool}-{child.revision}"  # anybody may copy labels
+            and child.workload
+            and not child.deleting
         }
 
     def serving_workload(self, pool: PoolName) -> Workload | None:
