@@ -26,12 +26,15 @@ def next_of(
     gpus: int = 1,
     free: int | None = None,
     now: float = 0.0,
+    surged: bool = False,
+    refused: bool = False,
 ) -> Replacement:
     size = len(pods) if replicas is None else replicas
-    child: Child = child_of(
-        "StatefulSet", workload("StatefulSet", "decode", NEW, replicas=size, inputs="new", gpus=gpus)
-    )
-    return replacement(child, wanted, Observed({child.key: child}, pods), free, now, DEADLINE)
+    body = workload("StatefulSet", "decode", NEW, replicas=size, inputs="new", gpus=gpus, surged=surged)
+    child: Child = child_of("StatefulSet", body)
+    refusals = frozenset({child.name} if refused else ())
+    seen = Observed({child.key: child}, pods, refused=refusals)
+    return replacement(child, wanted, seen, free, now, DEADLINE)
 
 
 def names(found: Replacement) -> list[str]:
@@ -87,6 +90,17 @@ def test_a_successor_that_no_node_takes_holds_nothing_up_for_good():
     successor = one(1, "new", ready=False, scheduling="0/3 nodes: insufficient nvidia.com/gpu")
     assert not next_of(one(0), successor, wanted=1, now=LONG_AFTER - 10).delete
     assert names(next_of(one(0), successor, wanted=1, now=LONG_AFTER)) == ["0"]
+
+
+def test_the_only_pod_goes_if_its_successor_may_not_be_created():
+    """A quota may be exact, or an admission policy against one more."""
+    alone = {"wanted": 1, "replicas": 2, "surged": True}
+    assert names(next_of(one(0), **alone, refused=True)) == ["0"]
+    assert not next_of(one(0), **alone).delete
+    assert not next_of(one(0, deleting=True), **alone, refused=True).delete
+    assert not next_of(one(0), wanted=2, replicas=2, refused=True).delete, (
+        "no surge: a pod of the pool is away"
+    )
 
 
 def test_unplaced_pods_count_as_away_unless_they_are_a_surge():

@@ -390,7 +390,7 @@ class Cluster:
         newest: list[Manifest] = []
         pages = self._pages(EVENTS.path(namespace), MAX_WARNING_PAGES, field_selector=selector)
         async for page in pages:
-            newest = sorted([*newest, *page["items"]], key=_last_seen)[-MAX_WARNINGS:]
+            newest = sorted([*newest, *page["items"]], key=last_seen)[-MAX_WARNINGS:]
         return newest
 
     async def uids(
@@ -551,7 +551,7 @@ def _without(value: Any, path: Sequence[str]) -> Any:
     }
 
 
-def _last_seen(event: Manifest) -> float:
+def last_seen(event: Manifest) -> float:
     """Unix seconds at which an Event was last seen. The two kinds of recorders write different fields."""
     times = (
         event.get("lastTimestamp"),

@@ -237,11 +237,16 @@ class PoolGrowth:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """All objects and pods of one deployment. `growth`: decided sizes that the watch does not show yet, by workload name."""
+    """All objects and pods of one deployment.
+
+    `growth`: decided sizes that the watch does not show yet, by workload name. `refused`: workloads with pods that may not be created, by a
+    quota or an admission policy.
+    """
 
     children: Mapping[ObjectKey, Child] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
+    refused: frozenset[str] = frozenset()
 
     def sized(self, name: str) -> Child | None:
         """A StatefulSet or LeaderWorkerSet by name. No two of them have the same name."""

@@ -97,9 +97,9 @@ class ReconcilePass:
         return ScalingView(deployment.spec, serving, observed, self.uid)
 
     def observe(self) -> Observed:
-        """The state shown by the watch, plus decided growth still missing there."""
+        """The state shown by the watch, plus decided growth still missing there, and what is known of pods that are refused."""
         observed = self._observe()
-        return replace(observed, growth=self._growth.unseen(observed))
+        return replace(observed, growth=self._growth.unseen(observed), refused=self._shortage.refused)
 
     async def verify_growth(self) -> None:
         """Look up written sizes that the watch still does not show after a while.

@@ -16,7 +16,7 @@ from mmd_operator.observed.observed import (
     Observed,
     manifest_key,
 )
-from mmd_operator.observed.problems import Problem
+from mmd_operator.observed.problems import Problem, refusal
 from mmd_operator.resources.exposure import EXPOSING_KINDS
 from mmd_operator.resources.naming import Manifest
 from mmd_operator.rollout.applier import Applier
@@ -129,7 +129,11 @@ class Execution:
             return
         for replacement in step.replace.values():
             for pod in replacement.delete:
-                await self._context.cluster.delete_pod(self._context.namespace, pod.name, pod.uid)
+                try:
+                    await self._context.cluster.delete_pod(self._context.namespace, pod.name, pod.uid)
+                except RefusedError as error:
+                    outcome.problems.append(refusal(pod.component, str(error), pod.revision))
+                    continue
                 outcome.note("Replaced", f"pod {pod.name}")
 
     async def _remove(self, step: Step, outcome: _Outcome) -> None:

@@ -72,7 +72,7 @@ def replacement(
     """The next action for one pool with the desired size `wanted`. `free_gpus`: GPUs left by the budget (None: no budget); `now`: Unix seconds.
 
     At most one pod of `wanted` is away at any time. The only pod of a pool goes when another is Ready, unless the GPU budget has no room
-    for another, or no node takes it before its deadline: it may well be waiting for resources that the only pod holds.
+    for another, the other may not be created, or no node takes it before its deadline: it may well be waiting for what the only pod holds.
     """
     outdated = outdated_pods(child, observed)
     workload = child.workload
@@ -82,7 +82,8 @@ def replacement(
     pods = pods_of(child, observed)
     if (more := len(pods) - workload.replicas) > 0:
         return Replacement(names, waiting=f"pods beyond the pool's size that have not ended: {more}")
-    if more < 0 or not workload.seen or any(pod.deleting for pod in pods):
+    surge_is_refused = more == -1 and workload.surged and child.name in observed.refused
+    if (more < 0 and not surge_is_refused) or not workload.seen or any(pod.deleting for pod in pods):
         ready = sum(pod.ready and not pod.deleting for pod in pods)
         return Replacement(names, waiting=f"{ready} of {workload.replicas} pods are Ready")
     if useless := [pod for pod in outdated if not pod.ready]:

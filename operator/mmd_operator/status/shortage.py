@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import time
 
-from mmd_operator.kube.cluster import BusyError, RefusedError
+from mmd_operator.kube.cluster import BusyError, RefusedError, last_seen
 from mmd_operator.kube.context import PassContext
 from mmd_operator.observed.observed import Child, Observed
 from mmd_operator.observed.problems import Problem, refusal
+from mmd_operator.resources.naming import Manifest
 from mmd_operator.sizes.replacement import group_names, short_groups
 
 logger = logging.getLogger(__name__)
 
 SHORT_OF_PODS_SECONDS = 3.0
+REFUSED_SECONDS = 60.0
+"""Pods that end may leave room in a quota, and a webhook may come back, before something is done about a refusal."""
 
 
 class Shortage:
@@ -23,11 +26,18 @@ class Shortage:
         self._context = context
         self._short_since: dict[str, float] = {}
         self._warned: dict[str, tuple[float, Problem | None]] = {}
+        self._refused_since: dict[str, float] = {}
 
     @property
     def lasts(self) -> bool:
         """Whether the last call of `problems` found a workload short of pods."""
         return bool(self._short_since)
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """Names of workloads with pods that their controller has been refused for `REFUSED_SECONDS`."""
+        now = time.monotonic()
+        return frozenset(name for name, at in self._refused_since.items() if now - at >= REFUSED_SECONDS)
 
     async def problems(self, observed: Observed) -> list[Problem]:
         """Report why workloads have too few pods, in their controllers' words: refusals by quota and admission show nowhere else."""
@@ -41,6 +51,9 @@ class Shortage:
             and (child.workload.current < child.workload.replicas or short_groups(child, observed))
         }
         self._short_since = {name: self._short_since.get(name, now) for name in short_workloads}
+        self._refused_since = {
+            name: at for name, at in self._refused_since.items() if name in short_workloads
+        }
         self._warned = {
             name: last_warning for name, last_warning in self._warned.items() if name in short_workloads
         }
@@ -76,11 +89,19 @@ class Shortage:
                         for event in warnings
                         if event.get("reason") == "FailedCreate"
                     ]
+                    since = time.time() - (now - self._short_since[name])
+                    if any(_is_refusal(event, since) for event in warnings):
+                        self._refused_since.setdefault(name, now)
                     problem = refusal(component, messages[-1], child.revision) if messages else None
                 self._warned[name] = (now, problem)
             if problem is not None:
                 problems.append(problem)
         return problems
+
+
+def _is_refusal(event: Manifest, since: float) -> bool:
+    """Whether an Event says that a pod could not be created since then, in Unix seconds. Times in Events are whole seconds."""
+    return event.get("reason") == "FailedCreate" and last_seen(event) >= since - 1
 
 
 def _makers(child: Child, observed: Observed) -> list[tuple[str, str]]:
