@@ -118,6 +118,32 @@ def crash(namespace: Namespace) -> None:
     )
 
 
+def test_a_gateway_that_others_delete_or_set_back_serves_the_pools_that_are_ready(serving: Namespace):
+    serving.broken.add(NEW)
+    serving.change(ANOTHER_MODEL)
+    serving.settled(lambda: both_stand(serving))
+    serving.apps.delete_namespaced_deployment("demo-gateway", serving.name)
+    serving.settled(lambda: gateway_comes_back(serving, OLD))
+    serving.settled(lambda: answers(serving))
+    both_stand(serving)
+    earlier = {"spec": {"template": {"metadata": {"labels": {REVISION_LABEL: "cccccccccc"}}}}}
+    serving.apps.patch_namespaced_deployment("demo-gateway", serving.name, earlier)
+    serving.settled(lambda: gateway_at(serving, OLD))
+    both_stand(serving)
+    serving.broken.discard(NEW)
+    serving.settled(lambda: only(serving, NEW))
+    serving.settled(serving.is_ready)
+
+
+def answers(namespace: Namespace) -> None:
+    assert namespace.condition("Ready")[0] == "True", namespace.condition("Ready")
+
+
+def gateway_comes_back(namespace: Namespace, revision: str) -> None:
+    assert "Deployment/demo-gateway" in namespace.objects()
+    gateway_at(namespace, revision)
+
+
 def test_an_autoscaled_pool_begins_a_new_revision_at_its_size(namespace: Namespace):
     pool = {"gpus": 0, "autoscaling": {"minReplicas": 1, "maxReplicas": 8}}
     namespace.apply({**SPEC, "decode": pool})

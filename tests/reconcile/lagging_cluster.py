@@ -51,6 +51,8 @@ class LaggingCluster:
         self.waiting: list[asyncio.Future[None]] = []
         self.outcomes: deque[str] = deque()
         self.specs: dict[str, dict[str, Any]] = {}  # recorded, by name; they are not watched
+        self.status: dict[str, Any] = {}
+        self.broken: set[str] = set()  # revisions whose workers do not become Ready
         self.shrunk: list[str] = []  # no pod here drains, so nothing may become smaller
         self._shown: dict[tuple[str, str], dict[str, Any]] = {}
         self._shared: asyncio.Future[None] | None = None
@@ -79,7 +81,7 @@ class LaggingCluster:
         self._shown = copy.deepcopy(self.stored)
 
     def observe(self) -> Observed:
-        """What the watch shows: every pod of a size that it shows is Ready."""
+        """What the watch shows: every pod of a size that it shows is Ready, unless its revision is broken."""
         children = [child_of(kind, body) for (kind, _), body in self._shown.items()]
         pods: list[PodView] = []
         for child in children:
@@ -91,7 +93,7 @@ class LaggingCluster:
                             child.component,
                             revision,
                             name=f"{name}-{n}",
-                            ready=True,
+                            ready=n < child.workload.ready,
                             gpus=child.workload.gpus,
                             inputs=child.workload.inputs,
                         ),
@@ -166,6 +168,13 @@ class LaggingCluster:
 
         await self._write(change)
 
+    def recover(self, revision: str) -> None:
+        """The workers of a broken revision become Ready."""
+        self.broken.discard(revision)
+        for key, body in list(self.stored.items()):
+            if key[0] == "StatefulSet" and body["metadata"]["labels"].get(REVISION_LABEL) == revision:
+                self._store(key, copy.deepcopy(body))
+
     def vanish(self, pool: str) -> None:
         """Another client deletes the StatefulSets of a pool."""
         for kind, name in list(self.stored):
@@ -176,6 +185,7 @@ class LaggingCluster:
         await self._write(lambda: self.stored.pop((kind, name), None))
 
     async def apply_status(self, _namespace: str, _name: str, status: dict[str, Any]) -> dict[str, Any]:
+        self.status = status
         return status
 
     async def apply_pool_status(self, _namespace: str, name: str, status: dict[str, Any]) -> None:
@@ -210,7 +220,9 @@ class LaggingCluster:
         self._version += 1
         body["metadata"]["resourceVersion"] = str(self._version)
         if size := body["spec"].get("replicas") if "template" in body.get("spec", {}) else None:
-            body["status"] = {"replicas": size, "readyReplicas": size, "updatedReplicas": size}
+            revision = body["metadata"]["labels"].get(REVISION_LABEL)
+            ready = 0 if revision in self.broken else size
+            body["status"] = {"replicas": size, "readyReplicas": ready, "updatedReplicas": size}
         self.stored[key] = body
 
 
@@ -325,8 +337,15 @@ class Race:
         gateway["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] = revision
         self.cluster.show()
 
+    @property
+    def gateway_revision(self) -> str | None:
+        """The revision in the template of the gateway, if there is one."""
+        gateway = self.cluster.stored.get(("Deployment", "demo-gateway"))
+        return gateway["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] if gateway else None
+
     def restart(self) -> None:
-        """Another process takes over: it knows what the watch shows."""
+        """Another process takes over: it knows what the watch shows, the status included."""
+        self.body = {**self.body, "status": self.cluster.status}
         self._pass = ReconcilePass(self._context, self.reports, self.cluster.observe, self.body)
         self._pass._growth._clock = lambda: time.monotonic() + self._skipped
 

@@ -33,6 +33,9 @@ TARGET = deployment({**SPEC, **ANOTHER_MODEL})
 BEFORE, AFTER = pipeline_revision(deployment(SPEC).spec), pipeline_revision(TARGET.spec)
 
 
+SPARE = next(m for m in plan_objects(deployment(SPEC), "default") if m["kind"] == "Deployment")
+
+
 def decision(effects: list[AppliedRule]) -> ScalingDecision:
     return ScalingDecision(
         time="2026-01-01T00:00:00Z", from_replicas=1, to_replicas=1, reason="Steady", message="encoder stays",
@@ -79,13 +82,17 @@ def downloading(failed: bool = False) -> Step:
     return next_step(wanted.spec, pipeline_revision(wanted.spec), planned, seen, UID, time.time())
 
 
-def rollout(*bodies: dict[str, Any], pods: tuple[Any, ...] = (), wanted: Any = TARGET) -> Step:
+def rollout(
+    *bodies: dict[str, Any], pods: tuple[Any, ...] = (), wanted: Any = TARGET, spare: Any = None
+) -> Step:
     kinds = {"gateway": "Deployment", "decode": "PodDisruptionBudget"}
     children = [
         child_of(kinds.get(b["metadata"]["name"].removeprefix("demo-"), "StatefulSet"), b) for b in bodies
     ]
     seen = Observed({c.key: c for c in children}, pods)
-    return next_step(wanted.spec, AFTER, plan_objects(wanted, "default"), seen, UID)
+    planned = plan_objects(wanted, "default")
+    last = BEFORE if spare is not None else None
+    return next_step(wanted.spec, AFTER, planned, seen, UID, last_serving=last, serving_gateway=spare)
 
 
 def gateway(revision: str, **more: Any) -> dict[str, Any]:
@@ -121,6 +128,7 @@ ACTING = {
     "hold_paused_rollout": lambda: rollout(
         gateway(BEFORE), *pools(BEFORE), wanted=deployment({**SPEC, **ANOTHER_MODEL, "rollout": {"paused": True}})
     ),
+    "restore_serving_gateway": lambda: rollout(*pools(BEFORE), spare=SPARE),
     "start_pools_at_present_size": lambda: rollout(
         gateway(BEFORE), *pools(BEFORE, prefill=3), wanted=autoscaled()
     ),

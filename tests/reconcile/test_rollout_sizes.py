@@ -11,8 +11,9 @@ from mmd_operator.rollout.next_step import Step, next_step
 from mmd_operator.sizes.pool_sizes import affordable, wanted_replicas
 from support.cluster.deployments import deployment
 
-from .bodies import UID, workload
+from .bodies import UID, pod, workload
 
+NO_NODE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 FIXED = {"gpus": 1, "replicas": 2}
 MODEL = {"id": "builtin/demo", "dtype": "Float32"}
 
@@ -22,23 +23,60 @@ def scaled(low: int, high: int, gpus: int = 1) -> dict:
 
 
 def step(
-    old: dict[str, int], new: dict[str, int] | None = None, *, dtype="BFloat16", budget=None, **pools
+    old: dict[str, int],
+    new: dict[str, int] | None = None,
+    *,
+    dtype="BFloat16",
+    budget=None,
+    ready: dict[str, int] | None = None,
+    waiting: int = 0,
+    absent: int = 0,
+    paused: bool = False,
+    **pools,
 ) -> Step:
-    """The step towards `dtype` while pods of Float32 serve: so many of each pool."""
+    """The step towards `dtype` while pods of Float32 serve: so many of each pool.
+
+    `ready`: how many of the new ones are; `waiting`, `absent`: how many of the old prefill pods have no node, or do not exist.
+    """
     pools = {"prefill": scaled(1, 5), "decode": FIXED, **pools}
     spec = {"model": MODEL, "engine": engine(pools), **pools}
     serving = pipeline_revision(deployment(spec).spec)
-    wanted = deployment({**spec, "model": {**MODEL, "dtype": dtype}, "gpuBudget": budget})
+    rollout = {"rollout": {"paused": True}} if paused else {}
+    wanted = deployment({**spec, **rollout, "model": {**MODEL, "dtype": dtype}, "gpuBudget": budget})
     revision = pipeline_revision(wanted.spec)
     sizes = [(serving, old), (revision, new or {})]
     bodies = [
-        workload("StatefulSet", pool, of, replicas=n, gpus=pools[pool]["gpus"])
+        workload(
+            "StatefulSet",
+            pool,
+            of,
+            replicas=n,
+            gpus=pools[pool]["gpus"],
+            ready=(ready or {}).get(pool, n) if of == revision else n,
+        )
         for of, found in sizes
         for pool, n in found.items()
     ]
+    for body in bodies:
+        if body["metadata"]["name"] == f"demo-prefill-{serving}":
+            body["status"]["replicas"] -= absent
     children = [child_of("StatefulSet", body) for body in (*bodies, workload("StatefulSet", "nats", None))]
     children.append(child_of("Deployment", workload("Deployment", "gateway", None, template=serving)))
-    seen = Observed({c.key: c for c in children})
+    prefill = f"demo-prefill-{serving}"
+    seen = Observed(
+        {c.key: c for c in children},
+        tuple(
+            pod(
+                "prefill",
+                serving,
+                name=f"{prefill}-{n}",
+                ready=n >= waiting,
+                gpus=pools["prefill"]["gpus"],
+                scheduling=NO_NODE if n < waiting else None,
+            )
+            for n in range(old.get("prefill", 0) - absent)
+        ),
+    )
     return next_step(wanted.spec, revision, plan_objects(wanted, "default"), seen, UID)
 
 
@@ -149,3 +187,62 @@ def test_a_corrected_size_is_reported_in_pods(pool, words):
     found = step({"prefill": 7, "decode": 2}, dtype="Float32", prefill=pool)
     (effect,) = [e for e in found.effects if e.step == "correct_pool_sizes"]
     assert effect.message.endswith(words)
+
+
+def test_a_pool_that_scales_follows_the_serving_pool_until_the_switch():
+    grown = step({"prefill": 4, "decode": 2}, {"prefill": 2, "decode": 2})
+    assert (grown.stage, sized(grown)) == ("BringingUp", {"prefill": 4})
+    starting = step({"prefill": 4, "decode": 2}, {"prefill": 4, "decode": 2}, ready={"prefill": 2})
+    assert (starting.stage, sized(starting)) == ("BringingUp", {})
+    assert step({"prefill": 4, "decode": 2}, {"prefill": 4, "decode": 2}).stage == "SwitchingGateway"
+
+
+@pytest.mark.parametrize(("serving", "size"), [(5, 5), (9, 5), (1, 3)])
+def test_the_followed_size_stays_within_the_bounds(serving, size):
+    found = step({"prefill": serving, "decode": 2}, {"prefill": 2, "decode": 2}, prefill=scaled(3, 5))
+    assert found.sizes[f"demo-prefill-{found.revision}"] == size
+
+
+def test_a_serving_pool_that_shrinks_and_grows_again_delays_no_switch():
+    """The new pool keeps the largest size, and needs only as many Ready pods as serve."""
+    small = step({"prefill": 2, "decode": 2}, {"prefill": 4, "decode": 2}, ready={"prefill": 2})
+    assert (small.stage, sized(small)) == ("SwitchingGateway", {})
+
+
+@pytest.mark.parametrize("missing", ["waiting", "absent"])
+def test_serving_pods_without_a_node_delay_no_switch(missing: str):
+    new = {"prefill": 5, "decode": 2}
+    short = step({"prefill": 5, "decode": 2}, new, ready={"prefill": 2}, **{missing: 2})
+    assert short.stage == "BringingUp"
+    enough = step({"prefill": 5, "decode": 2}, new, ready={"prefill": 3}, **{missing: 2})
+    assert (enough.stage, sized(enough)) == ("SwitchingGateway", {})
+
+
+@pytest.mark.parametrize(("budget", "size"), [(10, 2), (11, 3), (12, 4), (20, 4)])
+def test_a_pool_follows_as_far_as_the_budget_goes_and_then_switches(budget: int, size: int):
+    found = step(
+        {"prefill": 4, "decode": 2}, {"prefill": 2, "decode": 2}, budget=budget,
+        decode={"gpus": 1, "replicas": 2},
+    )  # fmt: skip
+    # Ten GPUs are in use.
+    follows = {"prefill": size} if size > 2 else {}
+    assert sized(found) == follows
+    assert found.stage == ("BringingUp" if follows else "SwitchingGateway")
+
+
+def test_a_fixed_pool_takes_what_the_budget_has_come_to_leave_before_the_switch():
+    old, new = {"prefill": 1, "decode": 4}, {"prefill": 1, "decode": 1}
+    pools = {"decode": {"gpus": 1, "replicas": 4}, "prefill": {"gpus": 1, "replicas": 1}}
+    assert step(old, new, budget=7, **pools).stage == "SwitchingGateway"
+    more = step(old, new, budget=9, **pools)
+    assert (more.stage, sized(more)) == ("BringingUp", {"decode": 3})
+
+
+def test_a_paused_rollout_keeps_its_size():
+    assert sized(step({"prefill": 4, "decode": 2}, {"prefill": 2, "decode": 2}, paused=True)) == {}
+
+
+def test_a_pool_that_follows_holds_the_gpus_of_its_growth():
+    found = step({"prefill": 4, "decode": 2}, {"prefill": 2, "decode": 2}, budget=20)
+    (growth,) = found.growth.values()
+    assert (growth.replicas, growth.gpus) == (4, 1)

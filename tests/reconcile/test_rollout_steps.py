@@ -9,6 +9,7 @@ import pytest
 
 from mmd_api.pipeline import pipeline_revision
 from mmd_operator.observed.observed import Observed, child_of, pod_of
+from mmd_operator.resources.naming import REVISION_LABEL, Manifest
 from mmd_operator.resources.plan import plan_objects
 from mmd_operator.rollout.next_step import Step, next_step
 from support.cluster.deployments import ANOTHER_MODEL, SPEC, deployment
@@ -44,9 +45,16 @@ def gateway(revision, **options):
     return workload("Deployment", "gateway", None, template=revision, **options)
 
 
-def step(seen: Observed, spec=NEW_DEPLOYMENT, now: float = 0.0) -> Step:
+def step(
+    seen: Observed,
+    spec=NEW_DEPLOYMENT,
+    now: float = 0.0,
+    last: str | None = None,
+    spare: Manifest | None = None,
+) -> Step:
+    """`last`: the revision that served in the last pass; `spare`: its gateway's Deployment."""
     revision = pipeline_revision(spec.spec)
-    return next_step(spec.spec, revision, plan_objects(spec, "default"), seen, UID, now)
+    return next_step(spec.spec, revision, plan_objects(spec, "default"), seen, UID, now, last, spare)
 
 
 def kinds(found: Step) -> list[str]:
@@ -280,3 +288,70 @@ def test_a_gateway_pod_keeps_its_pools_until_a_minute_after_its_grace_period(lat
     found = step(seen, now=ends_at + late_seconds)
     assert removed(found) == (set() if keeps else names(OLD))
     assert (found.stage == "Draining") == keeps
+
+
+OLD_GATEWAY = next(m for m in plan_objects(deployment(SPEC), "default") if m["kind"] == "Deployment")
+
+
+def switched_to(found: Step) -> list[str]:
+    """Revisions in the templates of the gateways that a step applies."""
+    gateways = [m for m in found.apply if m["kind"] == "Deployment"]
+    return [m["spec"]["template"]["metadata"]["labels"][REVISION_LABEL] for m in gateways]
+
+
+@pytest.mark.parametrize(
+    ("named", "left"),
+    [(None, []), ("cccccccccc", []), (NEW, []), (NEW, [pod("gateway", NEW, ready=True)])],
+    ids=["deleted", "set back to one without pools", "switched too early", "and rolled out"],
+)
+@pytest.mark.parametrize("spec", [NEW_DEPLOYMENT, PAUSED], ids=["", "paused"])
+def test_a_gateway_that_others_changed_in_a_rollout_is_made_again_for_the_pools_that_serve(named, left, spec):
+    gateways = [gateway(named)] if named else []
+    seen = observed(NATS, *pools(OLD), *pools(NEW, decode=0), *gateways, pods=left)
+    found = step(seen, spec, last=OLD, spare=OLD_GATEWAY)
+    assert (found.stage, found.serving) == ("BringingUp", OLD)
+    assert switched_to(found) == [OLD]
+    assert not found.remove
+    assert not found.lacks_gateway
+    assert "restore_serving_gateway" in [effect.step for effect in found.effects]
+
+
+def test_pools_that_serve_stay_where_no_recorded_spec_makes_their_gateway():
+    seen = observed(NATS, *pools(OLD), *pools(NEW, decode=0))
+    found = step(seen, last=OLD)
+    assert (found.stage, found.serving, found.lacks_gateway) == ("BringingUp", OLD, True)
+    assert not switched_to(found)
+    assert not found.remove
+
+
+def test_a_deleted_gateway_is_made_for_the_new_revision_once_that_is_ready():
+    found = step(observed(NATS, *pools(OLD), *pools(NEW)), last=OLD, spare=OLD_GATEWAY)
+    assert found.stage == "SwitchingGateway"
+    assert switched_to(found) == [NEW]
+    assert not found.remove
+
+
+def test_a_gateway_set_back_to_pools_that_are_gone_is_set_forward_at_once():
+    left = [pod("gateway", OLD, name="g-0", ready=True), pod("gateway", NEW, name="g-1", ready=True)]
+    seen = observed(NATS, *pools(NEW, decode=1), gateway(OLD), pods=left)
+    found = step(seen, last=NEW)
+    assert (found.serving, found.stage) == (NEW, "Draining")
+    assert switched_to(found) == [NEW]
+
+
+def test_a_gateway_set_back_while_the_old_pools_stand_serves_them():
+    seen = observed(NATS, *pools(OLD), *pools(NEW, decode=1), gateway(OLD))
+    found = step(seen, last=NEW)
+    assert (found.serving, found.stage, switched_to(found)) == (OLD, "BringingUp", [])
+
+
+def test_a_gateway_that_the_operator_has_just_switched_keeps_its_revision():
+    seen = observed(NATS, *pools(OLD), *pools(NEW, decode=1), gateway(NEW))
+    assert step(seen, last=NEW, spare=OLD_GATEWAY).serving == NEW
+    ready = step(observed(NATS, *pools(OLD), *pools(NEW), gateway(NEW)), last=OLD, spare=OLD_GATEWAY)
+    assert (ready.serving, switched_to(ready)) == (NEW, [NEW])
+
+
+def test_a_first_revision_that_lost_its_pools_is_created_again():
+    found = step(observed(NATS, gateway(NEW)), last=OLD, spare=OLD_GATEWAY)
+    assert (found.serving, switched_to(found)) == (NEW, [NEW])

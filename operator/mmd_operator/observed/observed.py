@@ -81,8 +81,12 @@ class Workload:
     @property
     def rolled(self) -> bool:
         """Whether every pod exists and is Ready, and no pod remains of an older template that its controller replaces."""
-        updated = self.on_delete or self.updated == self.replicas
-        return self.seen and updated and self.ready == self.current == self.replicas
+        return self.up_to_date and self.ready == self.current == self.replicas
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the controller has acted on the newest spec, and no pod remains of an older template that it replaces."""
+        return self.seen and (self.on_delete or self.updated == self.replicas)
 
     @property
     def unit(self) -> str:

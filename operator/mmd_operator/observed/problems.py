@@ -32,6 +32,7 @@ ProblemReason = Literal[
     "ServiceAccountMissing",
     "ObjectRefused",
     "ControllerSilent",
+    "GatewayLost",
     "ImageNotPulled",
     "SecretMissing",
     "SecretIncomplete",
@@ -443,6 +444,17 @@ def pool_definition_missing(pool: PoolName) -> Problem:
         pool,
         f"spec.{pool}.autoscaling.mode is External, and the API server does not serve multimodalpools.{GROUP}; the pool keeps its size",
         f"apply the CRD, or install the chart with crds.install=true; or set spec.{pool}.autoscaling.mode to Active",
+    )
+
+
+def gateway_lost(name: str, revision: str) -> Problem:
+    """The gateway of the serving revision is gone, and its Deployment cannot be made again."""
+    return Problem(
+        "GatewayLost",
+        "gateway",
+        f"another client deleted or changed Deployment {name}-gateway while revision {revision} served, and no recorded spec makes that revision",
+        "change the spec back to what it was, or wait until the pools of the new revision are Ready; the pools that served stay until then",
+        revision=revision,
     )
 
 

@@ -17,7 +17,14 @@ from mmd_operator.kube.context import PassContext
 from mmd_operator.kube.pod_client import ReportFetcher
 from mmd_operator.kube.status_time import now as status_time
 from mmd_operator.observed.observed import Body, Child, Observed, PodView, child_of
-from mmd_operator.observed.problems import Deadlines, Problem, gathered, pod_problem, waiting_for_nodes
+from mmd_operator.observed.problems import (
+    Deadlines,
+    Problem,
+    gateway_lost,
+    gathered,
+    pod_problem,
+    waiting_for_nodes,
+)
 from mmd_operator.observed.stored_spec import Reading, read
 from mmd_operator.passes.finalizer import FINALIZER, Finalizer
 from mmd_operator.passes.pool_objects import PoolObjects
@@ -71,6 +78,7 @@ class ReconcilePass:
         self._gateway_secrets = GatewaySecrets(context, report_fetcher)
         self._finalizer = Finalizer(context)
         self._pool_objects = PoolObjects(context, self.uid)
+        self._last_serving: str | None = None
         self._weights = WeightsDownload(report_fetcher, context.pauses)
         self._execution = Execution(context, self.uid, self._growth)
         self.removal = Removal(context, self._finalizer, self.status, observe, self._execution.delete)
@@ -78,6 +86,7 @@ class ReconcilePass:
             self.scaling.remember(body.get("status", {}))
             self._pins.remember(body.get("status", {}))
             self._target.remember(body.get("status", {}))
+            self._last_serving = body.get("status", {}).get("pipelineRevision")
 
     @property
     def has_read(self) -> bool:
@@ -174,10 +183,22 @@ class ReconcilePass:
         planned: list[Manifest],
     ) -> float:
         await self.verify_growth()
+        has_history = self._target.history.listed
+        serving_gateway = await self._serving_gateway(body, pipeline_revision(deployment.spec))
         spec, uid, observed = deployment.spec, body["metadata"]["uid"], self.observe()
         secrets = [manifest for manifest in planned if manifest["kind"] == "Secret"]
         applied = [manifest for manifest in planned if manifest["kind"] != "Secret"]
-        step = next_step(spec, pipeline_revision(spec), applied, observed, uid, time.time())
+        step = next_step(
+            spec,
+            pipeline_revision(spec),
+            applied,
+            observed,
+            uid,
+            time.time(),
+            self._last_serving,
+            serving_gateway,
+        )
+        self._last_serving = step.serving or self._last_serving
         now = time.time()
         deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
         problems = _pod_problems(observed, now, deadlines)
@@ -188,8 +209,11 @@ class ReconcilePass:
         if not spec.paused:
             if own_deployment is not None:
                 problems += await self._target.keep(body, own_deployment.spec, step.serving)
-            with self._growth.deciding(step.growth):
-                step_problems, settled = await self._execution.carry_out(body, step, secrets, observed)
+            try:
+                with self._growth.deciding(step.growth):
+                    step_problems, settled = await self._execution.carry_out(body, step, secrets, observed)
+            finally:
+                self._last_serving = self._execution.gateway_revision or self._last_serving
             problems += step_problems
             problems += await self._pool_objects.publish(body, spec, observed, step.serving)
             if not settled and step.stage == "Complete":
@@ -200,6 +224,8 @@ class ReconcilePass:
         problems += await self._gateway_secrets.problems(spec, observed, time.monotonic())
         problems += [self.not_scaled] if self.not_scaled else []
         problems += [*self._finalizer.problems(), *self.status.problems()]
+        if step.lacks_gateway and step.serving is not None and has_history:
+            problems.append(gateway_lost(self._context.name, step.serving))
         due = await self._target.advance(
             body, spec, step, observed, gathered(problems), status_time(), downloading=self._weights.advances
         )
@@ -213,6 +239,19 @@ class ReconcilePass:
         idle = step.stage == "Complete" and not awaits_change
         pauses = self._context.pauses
         return pauses.resync_seconds if idle else min(pauses.moving_seconds, due)
+
+    async def _serving_gateway(self, body: Body, revision: str) -> Manifest | None:
+        """The gateway's Deployment of the revision that served last, if the present one names another. `revision`: the one to serve."""
+        gateway = self.observe().children.get(("Deployment", f"{self._context.name}-gateway"))
+        named = gateway.workload.template_revision if gateway and gateway.workload else None
+        last = self._last_serving
+        if last is None or last in (named, revision):
+            return None
+        deployment = await self._target.deployment_of(body, last)
+        if deployment is None:
+            return None
+        objects = plan_objects(deployment, self._context.namespace, self._pins.of(last))
+        return next(manifest for manifest in objects if manifest["kind"] == "Deployment")
 
     async def _pin(self, body: Body, observed: Observed, revision: str) -> bool:
         """Pin a revision to the code and weights of its first Ready pod. Returns whether the pin is new."""
@@ -256,6 +295,7 @@ class ReconcilePass:
             rolled_back=self._target.rolled_back,
             overdue_seconds=self._target.overdue_seconds if step is not None else None,
             not_rolled_back=self._target.not_rolled_back,
+            last_serving=self._last_serving,
         )
 
 

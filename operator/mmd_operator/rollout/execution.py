@@ -18,7 +18,7 @@ from mmd_operator.observed.observed import (
 )
 from mmd_operator.observed.problems import Problem, refusal
 from mmd_operator.resources.exposure import EXPOSING_KINDS
-from mmd_operator.resources.naming import Manifest
+from mmd_operator.resources.naming import REVISION_LABEL, Manifest
 from mmd_operator.rollout.applier import Applier
 from mmd_operator.rollout.next_step import Step
 from mmd_operator.rollout.resizes import Resizes
@@ -29,7 +29,8 @@ from mmd_operator.sizes.pending_growth import PendingGrowth
 class _Outcome:
     """The results of a step so far.
 
-    `done`: objects by action. `changed`: objects written now. `withheld`: objects waiting for a Secret.
+    `done`: objects by action. `changed`: objects written now. `withheld`: objects waiting for a Secret. `gateway_revision`: the revision in
+    the gateway's template, if it was applied.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -37,6 +38,7 @@ class _Outcome:
     changed: set[ObjectKey] = field(default_factory=set)
     withheld: set[ObjectKey] = field(default_factory=set)
     settled: bool = True
+    gateway_revision: str | None = None
 
     def note(self, action: str, name: str) -> None:
         """Note an action on an object."""
@@ -53,6 +55,8 @@ class Execution:
         self._resizes = Resizes(context, growth)
         self.awaits_secret = False
         """Whether the last `carry_out` met a problem with a Secret."""
+        self.gateway_revision: str | None = None
+        """The revision to which the last `carry_out` set the gateway, or None."""
 
     async def carry_out(
         self, body: Body, step: Step, secrets: list[Manifest], observed: Observed
@@ -70,6 +74,7 @@ class Execution:
             await self._remove(step, outcome)
         finally:
             self.awaits_secret = bool(outcome.withheld)
+            self.gateway_revision = outcome.gateway_revision
             for action, names in outcome.done.items():
                 self._context.events.report(body, action, f"{len(names)}: {', '.join(names)}")
                 self._context.metrics.objects.labels(action.lower()).inc(len(names))
@@ -100,6 +105,8 @@ class Execution:
                 outcome.settled = outcome.settled and result == "Unchanged"
             if problem is not None:
                 outcome.problems.append(problem)
+            if kind == "Deployment" and result not in ("Refused", "Contested"):
+                outcome.gateway_revision = manifest["spec"]["template"]["metadata"]["labels"][REVISION_LABEL]
             if result == "Refused":
                 self._context.metrics.objects.labels("refused").inc()
             elif result not in ("Unchanged", "Unseen", "Contested"):

@@ -37,6 +37,7 @@ STEPS: tuple[Callable[[RolloutState], StepResult], ...] = (
     steps.hold_new_pools_without_gpus,
     steps.hold_paused_rollout,
     steps.hold_pods_until_weights_are_cached,
+    steps.restore_serving_gateway,
     steps.start_pools_at_present_size,
     # Sizes and pods to correct.
     steps.correct_pool_sizes,
@@ -80,6 +81,8 @@ class Step:
     """Effects of the steps, in the order in which they applied."""
     growth: Mapping[str, PoolGrowth] = field(default_factory=dict)
     """Growth of the pools created or enlarged by the step, by workload name."""
+    lacks_gateway: bool = False
+    """Whether no gateway is left for the pools that serve, and the step makes none."""
 
 
 def next_step(
@@ -89,12 +92,15 @@ def next_step(
     observed: Observed,
     uid: str,
     now: float = 0.0,
+    last_serving: str | None = None,
+    serving_gateway: Manifest | None = None,
 ) -> Step:
     """The step from `observed` towards `planned`, the objects of `revision`.
 
-    `uid`: the deployment's UID; `now`: Unix seconds.
+    `uid`: the deployment's UID; `now`: Unix seconds; `last_serving`: the revision that served in the last pass, and `serving_gateway`: its
+    gateway's Deployment, for the case that another client has deleted or changed the present one.
     """
-    state = RolloutState(spec, revision, planned, observed, uid, now)
+    state = RolloutState(spec, revision, planned, observed, uid, now, last_serving, serving_gateway)
     effects: list[StepEffect] = []
     for step in STEPS:
         state, effect = step(state)
@@ -112,4 +118,5 @@ def next_step(
         blocked=state.share.blocked,
         effects=tuple(effects),
         growth=steps.growth_of(state),
+        lacks_gateway=state.gateway_is_lost and all(m["kind"] != "Deployment" for m in state.apply),
     )

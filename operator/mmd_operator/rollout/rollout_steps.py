@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from mmd_api.contract.pools import POOL_NAMES
 from mmd_api.pool_resource import POOL_KIND
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
+from mmd_api.spec.pools import Pool
 from mmd_api.status import StepEffect
 from mmd_operator.observed.observed import Child, ObjectKey, Observed, PoolGrowth, manifest_key
 from mmd_operator.resources.disruption import BUDGET_KIND
@@ -21,9 +22,9 @@ from mmd_operator.resources.sentences import sentence_of
 from mmd_operator.resources.workload_kinds import POOL_KINDS, WORKLOADS
 from mmd_operator.sizes.gpu_budget import gpus_growing, gpus_held, grown
 from mmd_operator.sizes.gpu_share import GpuShare, gpu_share
-from mmd_operator.sizes.groups import next_size
+from mmd_operator.sizes.groups import as_one, next_size
 from mmd_operator.sizes.pool_sizes import pool_in, wanted_replicas
-from mmd_operator.sizes.replacement import Replacement, outdated_pods, replacement
+from mmd_operator.sizes.replacement import Replacement, outdated_pods, pods_of, replacement
 
 DOWNLOAD_RETRY_SECONDS = 600.0
 
@@ -32,9 +33,10 @@ DOWNLOAD_RETRY_SECONDS = 600.0
 class RolloutState:
     """The state of one pass: the desired objects, the present ones, and the actions of the steps so far.
 
-    `revision` is to serve, and `planned` are its objects; `serving` serves now. `uid`: the deployment's UID. `free_gpus`: GPUs that the budget
-    leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: the pools without enough GPUs or nodes, in
-    words.
+    `revision` is to serve, and `planned` are its objects; `serving` serves now. `uid`: the deployment's UID. `last_serving`: the revision that
+    served in the last pass; `serving_gateway`: the gateway's Deployment of that revision, if it is needed and can be made. `free_gpus`: GPUs
+    that the budget leaves after the steps so far; each pool that grows takes its part (None: no budget). `waits_for`: the pools without enough
+    GPUs or nodes, in words.
     """
 
     spec: MultimodalDeploymentSpec
@@ -43,6 +45,8 @@ class RolloutState:
     observed: Observed
     uid: str
     now: float
+    last_serving: str | None = None
+    serving_gateway: Manifest | None = None
     share: GpuShare = field(default_factory=GpuShare)
     free_gpus: int | None = None
     waits_for: str = ""
@@ -59,10 +63,39 @@ class RolloutState:
         return self.observed.children.get(("Deployment", name))
 
     @property
-    def serving(self) -> str | None:
-        """The serving revision, read from the gateway's pod template."""
+    def named(self) -> str | None:
+        """The revision in the gateway's pod template."""
         gateway = self.gateway
         return gateway.workload.template_revision if gateway and gateway.workload else None
+
+    @property
+    def serving(self) -> str | None:
+        """The serving revision: the one that the gateway names.
+
+        Other clients can delete the gateway or change its template. Where it names none, one without pools, or the one to serve before its
+        pools are Ready, the revision that served last still does, if it has pools.
+        """
+        named, last = self.named, self.last_serving
+        if last is None or named == last or not self._has_pools(last):
+            return named
+        if named == self.revision:
+            share = gpu_share(self.spec, named, last, self.observed, self.uid)
+            return named if _is_ready(replace(self, share=share), last) else last
+        return named if self._has_pools(named) else last
+
+    def _has_pools(self, revision: str | None) -> bool:
+        return revision is not None and any(
+            child.is_sized
+            and child.revision == revision
+            and child.component in POOL_NAMES
+            and self.owns(child)
+            for child in self.observed.children.values()
+        )
+
+    @property
+    def gateway_is_lost(self) -> bool:
+        """Whether another revision serves, and the gateway does not name it."""
+        return self.serving not in (None, self.revision, self.named)
 
     @property
     def in_use(self) -> set[str | None]:
@@ -72,19 +105,11 @@ class RolloutState:
 
     @property
     def ready(self) -> bool:
-        """Whether all pods of the planned workloads except the gateway (pools, managed NATS server) are Ready, and none is outdated."""
-        for manifest in self.planned:
-            if manifest["kind"] in POOL_KINDS:
-                child = self.observed.sized(manifest["metadata"]["name"])
-                if child is None or child.workload is None or not child.workload.rolled:
-                    return False
-                if child.workload.on_delete and outdated_pods(child, self.observed):
-                    return False
-                if _grows_by_groups(manifest, self) and child.workload.replicas < _starting_size(
-                    manifest, self
-                ):
-                    return False
-        return True
+        """Whether the revision can serve: pods of the planned workloads except the gateway are Ready, and none is outdated.
+
+        All pods have to be. While another revision serves, a pool that scales may do with as many as serve there.
+        """
+        return _is_ready(self, self.serving)
 
     @property
     def switched(self) -> bool:
@@ -94,7 +119,7 @@ class RolloutState:
             gateway
             and gateway.workload
             and gateway.workload.rolled
-            and self.serving == self.revision
+            and self.named == self.revision
             and self.in_use <= {self.revision}
         )
 
@@ -205,6 +230,16 @@ def hold_pods_until_weights_are_cached(state: RolloutState) -> StepResult:
     return _without(state, withheld), effect
 
 
+def restore_serving_gateway(state: RolloutState) -> StepResult:
+    """A gateway that was deleted or set back during a rollout is made again for the revision that serves, from its recorded spec."""
+    gateway = state.serving_gateway
+    held = all(m["kind"] != "Deployment" for m in state.apply)
+    if gateway is None or not held or not state.gateway_is_lost:
+        return state, None
+    effect = _effect(restore_serving_gateway, [f"{gateway['metadata']['name']}: revision {state.serving}"])
+    return replace(state, apply=(*state.apply, gateway)), effect
+
+
 def start_pools_at_present_size(state: RolloutState) -> StepResult:
     """A pool that scales starts a new revision at the size it has now, within that share; a pool of groups starts with one group, and
     grows to it as groups get their nodes.
@@ -220,14 +255,16 @@ def start_pools_at_present_size(state: RolloutState) -> StepResult:
 
 
 def correct_pool_sizes(state: RolloutState) -> StepResult:
-    """Pools of both revisions get the size of the spec, or one within its bounds; they grow by what `gpuBudget` leaves, pools of groups
-    by one group at a time, until that has nodes.
+    """Pools of both revisions get the size of the spec, or one within its bounds, and that of the serving pool until the switch if they
+    scale; they grow by what `gpuBudget` leaves, pools of groups by one group at a time, until that has nodes.
 
     The remaining budget accounts for the pools that this pass creates.
     """
     sizes, short, unplaced, free = {}, [], [], _free_gpus(state)
     starting = {
-        m["metadata"]["name"]: _starting_size(m, state) for m in state.planned if _grows_by_groups(m, state)
+        m["metadata"]["name"]: _starting_size(m, state, state.serving)
+        for m in state.planned
+        if _grows_before_switch(m, state)
     }
     for child in state.observed.children.values():
         pool = pool_in(state.spec, child.component)
@@ -263,7 +300,7 @@ def correct_pool_sizes(state: RolloutState) -> StepResult:
 
 def replace_outdated_pods(state: RolloutState) -> StepResult:
     """Pods that were made from other settings are replaced, one at a time in each pool; the only pod of a pool is joined by its
-    successor first, if `gpuBudget` leaves room and a node takes it.
+    successor first, if `gpuBudget` and quotas leave room and a node takes it.
 
     No pod is replaced while the rollout is paused.
     """
@@ -410,13 +447,18 @@ def _with_growth(child: Child, state: RolloutState) -> int:
 
 def _free_gpus(state: RolloutState) -> int | None:
     """GPUs of the budget not taken by present pods, decided growth, or pools created now; None without a budget."""
-    if state.spec.gpu_budget is None:
+    if (unheld := _unheld_gpus(state)) is None:
         return None
     created = sum(
         max(0, growth.replicas * growth.gpus - gpus_growing(state.observed, name))
         for name, growth in _created(state).items()
     )
-    return state.spec.gpu_budget - gpus_held(state.observed) - created
+    return unheld - created
+
+
+def _unheld_gpus(state: RolloutState) -> int | None:
+    """GPUs of the budget not taken by present pods or decided growth; None without a budget."""
+    return None if state.spec.gpu_budget is None else state.spec.gpu_budget - gpus_held(state.observed)
 
 
 def _created(state: RolloutState) -> dict[str, PoolGrowth]:
@@ -461,26 +503,72 @@ def _is_new_pool(manifest: Manifest, state: RolloutState) -> bool:
 def _at_starting_size(manifest: Manifest, state: RolloutState) -> Manifest:
     if manifest["kind"] not in POOL_KINDS:
         return manifest
-    replicas = _starting_size(manifest, state)
+    replicas = _starting_size(manifest, state, state.serving)
     if _has_groups(manifest):
         replicas = min(1, replicas)
     return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
 
 
-def _starting_size(manifest: Manifest, state: RolloutState) -> int:
-    """Replicas of a pool before its revision serves."""
+def _starting_size(manifest: Manifest, state: RolloutState, serving: str | None) -> int:
+    """Replicas of a pool before its revision serves. `serving`: the revision that serves."""
+    pool, planned = _pool_of(manifest, state), int(manifest["spec"]["replicas"])
     labels = manifest["metadata"]["labels"]
-    component = labels.get(COMPONENT_LABEL)
-    pool = pool_in(state.spec, component)
-    planned: int = manifest["spec"]["replicas"]
-    if pool is None or labels[REVISION_LABEL] == state.serving:
+    if pool is None or labels[REVISION_LABEL] == serving:
         return planned
-    if (shared := state.share.sizes.get(str(component))) is not None:
+    if (shared := state.share.sizes.get(labels[COMPONENT_LABEL])) is not None:
         return shared
-    serving_child = state.observed.sized(f"{labels[DEPLOYMENT_LABEL]}-{component}-{state.serving}")
-    if serving_child is None or serving_child.workload is None or pool.autoscaling is None:
+    beside = _serving_pool(manifest, state, serving)
+    if beside is None or pool.autoscaling is None:
         return planned
-    return max(1, wanted_replicas(pool, serving_child.workload.replicas))
+    return max(1, wanted_replicas(pool, beside.workload.replicas if beside.workload else 0))
+
+
+def _is_ready(state: RolloutState, serving: str | None) -> bool:
+    """`RolloutState.ready` while the revision `serving` serves."""
+    return all(
+        _can_serve(manifest, state, serving) for manifest in state.planned if manifest["kind"] in POOL_KINDS
+    )
+
+
+def _can_serve(manifest: Manifest, state: RolloutState, serving: str | None) -> bool:
+    """Whether a pool, or NATS, has the Ready pods that it needs before its revision may serve."""
+    child = state.observed.sized(manifest["metadata"]["name"])
+    if child is None or child.workload is None:
+        return False
+    workload, pool = child.workload, _pool_of(manifest, state)
+    if workload.on_delete and outdated_pods(child, state.observed):
+        return False
+    if pool is None or serving in (None, state.revision):
+        return workload.rolled
+    size = _starting_size(manifest, state, serving)
+    if (
+        workload.replicas < size
+    ):  # it grows by what the budget has left, and serves with less if that is nothing
+        size, _ = grown(child, size, state.observed, _unheld_gpus(state))
+    beside = _serving_pool(manifest, state, serving)
+    if beside is None or pool.autoscaling is None:
+        return workload.rolled and workload.replicas >= size
+    # A pool that grows may never have all pods Ready, and the nodes may not do for both: what counts is what serves.
+    needed = min(size, max(1, wanted_replicas(pool, _running(beside, state.observed))))
+    return workload.up_to_date and workload.ready >= needed
+
+
+def _running(child: Child, observed: Observed) -> int:
+    """Replicas of a pool that exist and have their nodes."""
+    if child.workload is None:
+        return 0
+    without_node = sum(as_one(pod, observed).unschedulable is not None for pod in pods_of(child, observed))
+    return max(0, min(child.workload.replicas, child.workload.current) - without_node)
+
+
+def _serving_pool(manifest: Manifest, state: RolloutState, serving: str | None) -> Child | None:
+    """The workload of the same pool in the revision that serves."""
+    labels = manifest["metadata"]["labels"]
+    return state.observed.sized(f"{labels[DEPLOYMENT_LABEL]}-{labels.get(COMPONENT_LABEL)}-{serving}")
+
+
+def _pool_of(manifest: Manifest, state: RolloutState) -> Pool | None:
+    return pool_in(state.spec, manifest["metadata"]["labels"].get(COMPONENT_LABEL))
 
 
 def _has_groups(manifest: Manifest) -> bool:
@@ -488,6 +576,10 @@ def _has_groups(manifest: Manifest) -> bool:
     return kind in POOL_KINDS and WORKLOADS[kind].group_size(manifest) > 1
 
 
-def _grows_by_groups(manifest: Manifest, state: RolloutState) -> bool:
-    """Whether a pool of groups grows to the size at which its revision may serve."""
-    return _has_groups(manifest) and state.serving != state.revision
+def _grows_before_switch(manifest: Manifest, state: RolloutState) -> bool:
+    """Whether a pool grows to the size at which its revision may serve: one of groups, or one that scales unless the rollout is paused."""
+    if manifest["kind"] not in POOL_KINDS or state.serving == state.revision:
+        return False
+    pool = _pool_of(manifest, state)
+    scales = pool is not None and pool.autoscaling is not None and not state.spec.rollout.paused
+    return scales or _has_groups(manifest)

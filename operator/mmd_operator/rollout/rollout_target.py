@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from mmd_api.faults import Fault
 from mmd_api.history import restored, spec_digest
 from mmd_api.pipeline import pipeline_revision
+from mmd_api.resource import MultimodalDeployment
 from mmd_api.spec.deployment import MultimodalDeploymentSpec
 from mmd_api.status import RolledBack, RolloutProgress
 from mmd_operator.kube.context import PassContext
@@ -147,6 +148,23 @@ class RolloutTarget:
         spec = await self.history.spec_of(digest)
         return read({**body, "spec": restored(body.get("spec", {}), spec)}) if spec is not None else None
 
+    async def deployment_of(self, body: Body, revision: str) -> MultimodalDeployment | None:
+        """The deployment as it was with a pipeline revision, with the present sizes; None if no recorded spec makes that revision.
+
+        Raises:
+            RefusedError, BusyError: a recorded spec cannot be read.
+        """
+        entry = last_good(self.history.entries, revision, "")
+        return await self._recorded_deployment(body, entry, revision) if entry is not None else None
+
+    async def _recorded_deployment(
+        self, body: Body, entry: RecordedSpec, revision: str
+    ) -> MultimodalDeployment | None:
+        reading = await self._recorded(body, entry.digest)
+        if reading is None or reading.deployment is None:
+            return None
+        return reading.deployment if pipeline_revision(reading.deployment.spec) == revision else None
+
     async def advance(
         self,
         body: Body,
@@ -202,13 +220,7 @@ class RolloutTarget:
         if key == self._no_return:
             return why
         fallback = last_good(self.history.entries, serving, digest)
-        reading = await self._recorded(body, fallback.digest) if fallback is not None else None
-        if (
-            fallback is None
-            or reading is None
-            or reading.deployment is None
-            or pipeline_revision(reading.deployment.spec) != serving
-        ):
+        if fallback is None or await self._recorded_deployment(body, fallback, serving) is None:
             self._no_return = self.progress, serving, self.history.entries
             logger.warning(
                 "%s/%s: rollout of revision %s has failed, and %s",

@@ -12,7 +12,7 @@ from mmd_operator.status.facts import Facts
 
 def status_of(facts: Facts, conditions: list[Condition], generation: int) -> MultimodalDeploymentStatus:
     """The whole status."""
-    revision = facts.serving
+    revision = facts.last_serving or facts.serving
     pools = PoolsStatus(**{pool: _pool_status(facts, pool, revision) for pool in facts.pools})
     return MultimodalDeploymentStatus(
         observed_generation=generation,

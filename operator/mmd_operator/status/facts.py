@@ -67,6 +67,8 @@ class Facts:
     """Whether spec changes wait."""
     progress: RolloutProgress | None = None
     rolled_back: RolledBack | None = None
+    last_serving: str | None = None
+    """The revision to which the pass set the gateway, or else the one that served last."""
     overdue_seconds: float | None = None
     """The deadline missed by the rollout, or None."""
     not_rolled_back: str = ""
@@ -103,6 +105,8 @@ class Facts:
         """The serving revision."""
         if self.step is not None:
             return self.step.serving
+        if self.last_serving is not None:
+            return self.last_serving
         return self.gateway.template_revision if self.gateway else None
 
     def workloads(self, pool: PoolName) -> dict[str | None, Workload]:
