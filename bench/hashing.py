@@ -2,7 +2,7 @@
 
     python -m bench.hashing [--tokens 16384] [--frames 0 64 768] [--rounds 30]
 
-The plain definition hashes every block by itself and looks at every medium for each of them, as earlier releases did. Both must give the
+The plain definition hashes every block by itself and looks at every medium for each of them. Both must give the
 same identities. Rounds of the two alternate; a line has the medians, the best round, and the median of the ratios. The last column is what a decode
 pod does where the offer brought the identities.
 """
