@@ -52,7 +52,7 @@ class SteppedEngine(SequenceEngine):
         self._runner = runner
         self._grammars = grammars
         self._bidirectional_prompt = bidirectional_prompt
-        self._identities: dict[str, list[bytes]] = {}  # of sequences about to be added or attached
+        self._identities: dict[str, list[bytes]] = {}  # a sequence has them until it is added or attached
 
     @abstractmethod
     def _identity_tokens(self, engine: Any) -> int:
