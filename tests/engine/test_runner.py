@@ -335,3 +335,43 @@ async def test_nothing_is_posted_to_an_engine_that_has_stopped(started, caplog):
     runner.post(lambda engine: engine.stats())
     assert not runner._commands
     assert caplog.text == ""
+
+
+async def test_work_beside_the_engine_waits_for_no_step_and_shares_the_thread_of_looks(started):
+    runner, _, _ = started
+    stepping, may_end = threading.Event(), threading.Event()
+
+    def long_command(_):
+        stepping.set()
+        assert may_end.wait(60)
+
+    command = asyncio.create_task(runner.call(long_command))
+    try:
+        await asyncio.to_thread(stepping.wait, 60)
+        threads = [
+            await runner.aside(lambda _: threading.get_ident()),
+            await runner.look(lambda _: threading.get_ident()),
+        ]
+    finally:
+        may_end.set()
+    await command
+    engine_thread = await runner.call(lambda _: threading.get_ident())
+    assert len(set(threads)) == 1
+    assert not {engine_thread, threading.get_ident()} & set(threads)
+
+
+async def test_work_beside_an_engine_runs_once_even_if_it_fails_and_not_after_the_engine_has_stopped(started):
+    runner, _, _ = started
+    tries = []
+
+    def fails(_):
+        tries.append(threading.current_thread().name)
+        raise RuntimeError("the layout is wrong")
+
+    with pytest.raises(RuntimeError, match="the layout is wrong"):
+        await runner.aside(fails)
+    assert len(tries) == 1
+    assert await runner.stop(10)
+    with pytest.raises(EngineDeadError):
+        await runner.aside(fails)
+    assert len(tries) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
@@ -44,10 +43,18 @@ class NoLinks:
         return cast(PairLink, HeldLink())
 
 
+class NoCache:
+    """An engine without a prefix cache."""
+
+    kv_layout = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
+
+    async def identities(self, sequence: str, request: GenerateRequest) -> list[bytes]:
+        return []
+
+
 def sender_of(bus: Bus, there: dict[str, str] | None = None, clock: Clock = SYSTEM_CLOCK) -> KvSender:
     decoders = {"decode-0": "i1"} if there is None else there
-    layout = KvLayout(num_layers=1, num_kv_heads=[1], head_dim=[16], dtype="float32")
-    engine, links = cast(Any, SimpleNamespace(kv_layout=layout)), cast(LinkManager, NoLinks())
+    engine, links = cast(Any, NoCache()), cast(LinkManager, NoLinks())
     parts = (bus, "prefill-0", "i1", engine, links, LEASE_SECONDS, lambda: decoders, Metrics())
     return KvSender(*parts, clock=clock)
 

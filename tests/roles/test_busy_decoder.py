@@ -56,7 +56,6 @@ class BusyEngine:
     """An engine that runs a command after a step of so many seconds; `asked` and `log` have the commands in order, before and after."""
 
     kv_layout = LAYOUT
-    bidirectional_prompt = False
 
     def __init__(self, step_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -65,6 +64,9 @@ class BusyEngine:
         self.cached_tokens = 0
         self.offered: list[bytes] = []
         self.step_seconds = {"": step_seconds}  # by the first word of the command; others
+
+    async def identities(self, sequence: str, request: GenerateRequest) -> list[bytes]:
+        return prefix_of(request, BLOCK_TOKENS)
 
     async def reserve(
         self, sequence: str, prompt_tokens: int, max_tokens: int, prefix: list[bytes], _: int
@@ -125,7 +127,6 @@ async def pair(
             lease_seconds,
             lambda: {"decode-0": "i1", **(others or {})},
             Metrics(),
-            BLOCK_TOKENS,
         ),
         clock=clock,
     )

@@ -105,15 +105,14 @@ async def test_a_medium_that_is_cached_in_part_is_encoded(pod: Pod) -> None:
 async def test_media_whose_blocks_are_evicted_before_their_admission_are_encoded_after_all(pod: Pod) -> None:
     assert await pod.serve("first") == answer()
     pod.forget_features()
-    blocks, lower = pod.runner._engine.blocks, pod.model.lower
+    engine = pod.runner._engine
+    blocks, add = engine.blocks, engine.add
 
-    def evicted_first(
-        *arguments: Any, **more: Any
-    ) -> Any:  # in the very turn in which the engine gets the sequence
+    def evicted_first(item: Any) -> None:  # in the very turn in which the engine gets the sequence
         blocks.release(blocks.allocate(blocks.num_blocks))
-        return lower(*arguments, **more)
+        add(item)
 
-    pod.model.lower = evicted_first  # type: ignore[method-assign]
+    engine.add = evicted_first  # type: ignore[method-assign]
     assert await pod.serve("again") == answer()
     assert sorted(pod.source.asked) == sorted(2 * ["feature-8", "feature-24"])
     await until(lambda: not any(entry.users for entry in pod.store._entries.values()))

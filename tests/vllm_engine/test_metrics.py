@@ -69,6 +69,8 @@ class Turns:
     async def call(self, command: Any) -> Any:
         return command(self.engine)
 
+    aside = call
+
     def post(self, command: Any) -> None:
         command(self.engine)
 

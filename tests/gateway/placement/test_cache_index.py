@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mmd_workers.caches import index as cache_index
 from mmd_workers.caches.index import FEW, CacheIndex
 from mmd_workers.engine.memory import blocks
-from mmd_workers.engine.memory.blocks import block_hash, leading_identities
+from mmd_workers.engine.memory.blocks import leading_identities
 from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.wire.messages.every_pod import CacheReport
 from support.serving.cached import BLOCK_TOKENS as SIZE
@@ -359,11 +360,11 @@ def test_hashing_a_long_prompt_stops_where_no_pod_has_it(
     index.take(CacheReport("p", "i", 2, SIZE, identities[4000:], []))
     index.take(CacheReport("q", "i", 1, SIZE, identities[:3000], []))
 
-    def counted(*given: Any) -> bytes:
+    def counted(*given: Any, **more: Any) -> Any:
         hashed.append(1)
-        return block_hash(*given)
+        return blake2b(*given, **more)
 
-    monkeypatch.setattr(blocks, "block_hash", counted)
+    monkeypatch.setattr(blocks, "blake2b", counted)
     found = index.cached_tokens(index.prefix_of(tokens, [], b""))
     assert (found[index.slot("p")], found[index.slot("q")]) == (100_000, 48_000)
     assert len(hashed) == 6250
@@ -372,6 +373,9 @@ def test_hashing_a_long_prompt_stops_where_no_pod_has_it(
     for _ in range(3):
         assert not index.cached_tokens(prefix).any()
     assert len(hashed) == blocks.HASHED_AT_ONCE, "nobody has the first block"
+    hashed.clear()
+    index.hash_cached(index.prefix_of([*tokens[:16_000], 5, *tokens], [], b""))
+    assert len(hashed) == 1024, "the first 1000 blocks are known, and the 64 hashed together end at 1024"
 
 
 def test_a_prompt_is_not_hashed_while_no_pod_has_anything() -> None:

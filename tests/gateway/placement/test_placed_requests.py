@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 
 from mmd_api.contract.load import PodLoad
 from mmd_api.tenants import new_key
+from mmd_workers.engine.memory import blocks
 from mmd_workers.engine.memory.blocks import LeadingIdentities, prompt_root
 from mmd_workers.gateway.access.keys import KnownTenant
+from mmd_workers.gateway.api import choices
 from mmd_workers.gateway.placement.admission import Admission, FairAdmission
 from mmd_workers.gateway.placement.work import Size
 from mmd_workers.model.adapters.base import Adapter
@@ -71,6 +75,37 @@ async def test_it_names_how_many_tokens_the_pod_is_known_to_have_cached(
     await ask(gateway, f"{LONG} Why?")
     assert worker.requests[-1].token_ids[: 3 * BLOCK] == first.token_ids[: 3 * BLOCK]
     assert worker.requests[-1].cached_tokens == (0 if bidirectional else 3 * BLOCK)
+
+
+async def test_choices_of_a_long_prompt_share_identities_that_a_thread_hashed(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "LONG_PROMPT_TOKENS", BLOCK)
+    gateway = await launch()
+    worker = await gateway.worker()
+    await ask(gateway, LONG)
+    tokens = worker.requests[0].token_ids
+    identities = blocks.leading_identities(tokens, [], b"", BLOCK)
+    worker.prefix_number = 1
+    await worker.bus.publish(
+        gateway.subjects.prefix_report(worker.pod),
+        CacheReport(worker.pod, worker.incarnation, 1, BLOCK, identities, []),
+    )
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while worker.requests[-1].cached_tokens == 0:
+            await ask(gateway, LONG)
+    threads: list[int] = []
+
+    def noted(*given: Any, **more: Any) -> Any:
+        threads.append(threading.get_ident())
+        return blake2b(*given, **more)
+
+    monkeypatch.setattr(blocks, "blake2b", noted)
+    messages: Any = [{"role": "user", "content": LONG}]
+    await gateway.openai.chat.completions.create(model="builtin/demo", messages=messages, n=3)
+    assert [request.cached_tokens for request in worker.requests[-3:]] == [len(identities) * BLOCK] * 3
+    assert len(threads) == len(identities), "once for all three"
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize(("limit", "here"), [(1000, True), (1, False), (0, False)])

@@ -245,9 +245,15 @@ class CacheIndex:
     def prefix_of(self, token_ids: Sequence[int], media_spans: Sequence[MediaSpan], root: bytes) -> Prefix:
         """Identities of a prompt's first blocks, in every size in which a pod has blocks; empty while no pod has any.
 
-        They are computed only as far as a pod has the blocks.
+        They are computed only as far as a pod has the blocks. May run on any thread.
         """
-        return {size: LeadingIdentities(token_ids, media_spans, root, size) for size in self._sizes}
+        return {size: LeadingIdentities(token_ids, media_spans, root, size) for size in tuple(self._sizes)}
+
+    def hash_cached(self, prefix: Prefix) -> None:
+        """Compute the identities of a prompt's first blocks as far as some pod has the blocks. May run on any thread."""
+        for size, identities in prefix.items():
+            if (blocks := self._sizes.get(size)) is not None:
+                all(map(blocks.pods_with.__contains__, identities))  # ends at the first block that no pod has
 
     def slot(self, name: str) -> int:
         """A pod's place in what `cached_tokens` returns."""

@@ -22,7 +22,7 @@ from mmd_workers.engine.choosing.drafts import Drafts, PromptLookup
 from mmd_workers.engine.choosing.logit_rules import RuleState, rule_state
 from mmd_workers.engine.fusion import prepare
 from mmd_workers.engine.interface import EngineStats, SamplingParams, SequenceInput, StepOutput
-from mmd_workers.engine.memory.blocks import BlockPool, MediaSpan, extend_identities, prompt_root
+from mmd_workers.engine.memory.blocks import BlockPool, MediaSpan, completed_identities, prompt_root
 from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.engine.memory.kv_pool import KvPool
 from mmd_workers.engine.memory.sequence_room import check_fits, check_spare, preempted
@@ -142,7 +142,7 @@ class Engine:
             num_outputs=len(item.output_token_ids),
             rules=self._rules(sampling, prompt_tokens),
             stop_after_prefill=item.stop_after_prefill,
-            root=self._root(item.root, prompt_tokens, item.media_spans),
+            root=self._root(item.root, prompt_tokens, item.media_spans, item.identities),
             identities=list(item.identities),
             constraint=item.constraint,
             prompt_logprobs={} if sampling.prompt_logprobs and not item.output_token_ids else None,
@@ -160,21 +160,22 @@ class Engine:
         media_spans: Items[MediaSpan],
         root: bytes = b"",
         output_token_ids: Items[int] = (),
+        leading: Items[bytes] = (),
     ) -> tuple[list[bytes], int]:
         """Return the identities of a prompt's and its outputs' full blocks, and how many of these tokens the prefix
-        cache holds now.
+        cache holds now. Empty without a prefix cache.
 
-        Changes nothing. `root`: see `SequenceInput`. The last token is never cached: it must be computed.
+        Changes nothing, and only looks up blocks. `root`: see `SequenceInput`. `leading`: identities of the
+        first blocks, where another pod has hashed them. The last token is never cached: it must be computed.
         Cached blocks may be evicted before the prompt is added and admitted; `StepOutput.admitted` reports
         what was still cached then.
         """
         if not self.scheduler.prefix_cache:
             return [], 0
-        size, identities = self.blocks.block_tokens, list[bytes]()
-        token_ids = [*prompt_token_ids, *output_token_ids]
+        size, token_ids = self.blocks.block_tokens, [*prompt_token_ids, *output_token_ids]
         root = self._root(root, prompt_token_ids, media_spans)
-        extend_identities(identities, token_ids, media_spans, size, (len(token_ids) - 1) // size, root)
-        return identities, len(self.blocks.find(identities)) * size
+        identities = completed_identities(leading, token_ids, media_spans, size, root)
+        return identities, len(self.blocks.find(identities[: (len(token_ids) - 1) // size])) * size
 
     def fill(self, sequence_id: str, medium: int, feature: Feature) -> bool:
         """Give a sequence the feature of one of its media. False: the sequence has left, or no longer needs the feature.
@@ -306,12 +307,14 @@ class Engine:
         root: bytes = b"",
         guidance: Guidance | None = None,
         engine_failures: int = 0,
+        identities: Items[bytes] = (),
     ) -> None:
         """Start decoding a reserved sequence whose KV has been written.
 
         `token_ids` is the prompt without outputs. `output_token_ids` ends with the only token without KV;
         `next_position` is its rotary position (`LoweredPrompt.next_position` when prefill has just sampled
-        it). `constraint`, `root`, `guidance`, `engine_failures`: see `SequenceInput`. The companion's prompt is computed first.
+        it). `constraint`, `root`, `guidance`, `engine_failures`, `identities`: see `SequenceInput`. The companion's prompt is
+        computed first.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -348,7 +351,8 @@ class Engine:
             blocks=reservation.blocks,
             registered=reservation.shared,
             constraint=constraint,
-            root=self._root(root, token_ids, media_spans),
+            root=self._root(root, token_ids, media_spans, identities),
+            identities=list(identities),
             engine_failures=engine_failures,
             guidance_scale=1.0 if guidance is None else guidance.scale,
             companion=companion,
@@ -491,7 +495,16 @@ class Engine:
             root=self._root(root, guidance.token_ids, []),
         )
 
-    def _root(self, root: bytes, prompt_token_ids: Items[int], media_spans: Items[MediaSpan]) -> bytes:
+    def _root(
+        self,
+        root: bytes,
+        prompt_token_ids: Items[int],
+        media_spans: Items[MediaSpan],
+        identities: Items[bytes] = (),
+    ) -> bytes:
+        """Return the parent of the first block; `root` itself where that block has its identity already."""
+        if identities:
+            return root
         bidirectional = self.model.bidirectional_prompt
         return prompt_root(root, prompt_token_ids, media_spans, bidirectional=bidirectional)
 

@@ -48,7 +48,8 @@ class SequenceInput:
     has advanced over `output_token_ids`, and now belongs to the engine. `root`: stands for those who share the
     blocks (`blocks.root_of`). `guidance`: runs a companion with this sequence. The companion's prompt ends
     with the same output tokens, and it counts as a second sequence. `engine_failures`: engines that failed in
-    a step of this request before.
+    a step of this request before. `identities`: of the leading full blocks (`Engine.prefix`); the engine
+    hashes the others.
     """
 
     sequence_id: str
@@ -58,7 +59,7 @@ class SequenceInput:
     output_token_ids: list[int] = field(default_factory=list)
     arrived: float = 0.0  # Unix time at which the request reached its gateway; the newest is preempted first
     stop_after_prefill: bool = False
-    identities: list[bytes] = field(default_factory=list)  # leading blocks, if `Engine.prefix` computed them
+    identities: list[bytes] = field(default_factory=list)
     constraint: Constraint | None = None
     root: bytes = b""
     guidance: Guidance | None = None

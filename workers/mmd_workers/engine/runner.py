@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -74,7 +75,7 @@ class EngineRunner(Generic[E]):
         self._output_slots = threading.BoundedSemaphore(MAX_OUTPUTS)
         self._calls_wait = False  # calls wait for space in the command queue
         self._drained = asyncio.Event()
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="looks")
+        self._asides = ThreadPoolExecutor(1, thread_name_prefix="beside-engine")
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.error: BaseException | None = None
@@ -101,14 +102,17 @@ class EngineRunner(Generic[E]):
         future: Future[T] = Future()
         with self._wake:
             if self._stopping or self.error is not None:
-                raise EngineDeadError(
-                    f"the engine has stopped ({self.error or 'stopped'}); place the request elsewhere"
-                )
+                raise self._ended()
             if len(self._commands) >= MAX_COMMANDS:
                 raise OverloadedError(f"{MAX_COMMANDS} engine commands are waiting; try another worker")
             self._commands.append((command, future))
             self._wake.notify()
         return future
+
+    def _ended(self) -> EngineDeadError:
+        return EngineDeadError(
+            f"the engine has stopped ({self.error or 'stopped'}); place the request elsewhere"
+        )
 
     def post(self, command: Callable[[E], object]) -> None:
         """Run a command like `submit`, in order with all others, without waiting for it.
@@ -141,23 +145,30 @@ class EngineRunner(Generic[E]):
             else:
                 return await asyncio.wrap_future(future)
 
-    async def look(self, read: Callable[[E], T]) -> T:
-        """Return `read(engine)`, called on another thread without waiting for a step. `read` may only look up
-        single entries.
+    async def aside(self, work: Callable[[E], T]) -> T:
+        """Return `work(engine)`, called on another thread without waiting for a step. `work` may only read what
+        never changes in the engine.
 
-        All reads share one thread: Python runs one at a time, and steps must not wait for many. If `read`
-        meets a concurrent change it raises RuntimeError or StopIteration, and is called again between two
-        steps.
+        All work and all looks share one thread: Python runs one at a time, and steps must not wait for many.
 
         Raises:
-            EngineDeadError: the thread has ended.
+            EngineDeadError: the thread of the engine has ended.
         """
-        if not self.alive:
-            return await self.call(read)  # raises the reason
+        if self._stopping or self.error is not None:
+            raise self._ended()
+        return await asyncio.get_running_loop().run_in_executor(self._asides, work, self._engine)
+
+    async def look(self, read: Callable[[E], T]) -> T:
+        """Return `read(engine)`, called like work `aside`. `read` may look up single entries too.
+
+        If it meets a concurrent change it raises RuntimeError or StopIteration, and is called again between
+        two steps.
+
+        Raises:
+            EngineDeadError: the thread of the engine has ended.
+        """
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._readers, _looked, read, self._engine
-            )
+            return await self.aside(partial(_looked, read))
         except RuntimeError:
             return await self.call(read)
 
@@ -184,7 +195,7 @@ class EngineRunner(Generic[E]):
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._readers.shutdown(wait=False)
+        self._asides.shutdown(wait=False)
         if self._thread.ident is None:
             return True
         await asyncio.to_thread(self._thread.join, timeout_seconds)

@@ -372,10 +372,10 @@ class Scheduler:
         return self.pool.find(sequence.identities[:most_blocks])
 
     def _hash_until(self, sequence: Sequence, full_blocks: int) -> None:
-        extend_identities(
-            *(sequence.identities, sequence.token_ids, sequence.media_spans),
-            *(self.pool.block_tokens, full_blocks, sequence.root),
-        )
+        size = self.pool.block_tokens
+        # A sequence that decodes gets here often, and its media end before what is hashed then.
+        spans = sequence.media_spans if len(sequence.identities) * size < sequence.spans_end else ()
+        extend_identities(sequence.identities, sequence.token_ids, spans, size, full_blocks, sequence.root)
 
     def _grow_decodes(self) -> None:
         for sequence in sorted(self.running, key=lambda s: s.age):

@@ -67,12 +67,13 @@ class Sequence:
     engine_failures: int = 0  # engines that failed in a step of its request before
     guidance_scale: float = 1.0
     companion: Sequence | None = None
+    spans_end: int = field(init=False)  # end of the last medium
     _media_end: int = field(init=False, default=0)  # end of the last medium or atomic range in the prompt
 
     def __post_init__(self) -> None:
+        self.spans_end = max((start + length for start, length, _ in self.media_spans), default=0)
         if self.prompt is not None:
-            spans = (start + length for start, length, _ in self.media_spans)
-            self._media_end = max((*spans, *(stop for _, stop in self.atomic_ranges)), default=0)
+            self._media_end = max((self.spans_end, *(stop for _, stop in self.atomic_ranges)))
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mmd_api.contract.errors import CountMismatchError, UnsupportedModelError
@@ -61,12 +62,12 @@ class HfLanguageModel:
         largest axis.
         """
         prompt = torch.tensor(token_ids, dtype=torch.long)
-        types = torch.zeros(len(prompt), dtype=torch.int)
+        types = np.zeros(len(prompt), dtype=np.int32)
         for medium in media:
             for start, length in medium.ranges:
                 types[start : start + length] = TOKEN_TYPES[medium.modality]
         in_order = sorted(media, key=lambda m: m.ranges[0])
-        positions = self._adapter.positions(self.model, prompt, in_order, types)
+        positions = self._adapter.positions(self.model, prompt, in_order, torch.from_numpy(types))
         following = int(positions[:, -1].max()) + 1
         outputs = torch.tensor(list(output_token_ids), dtype=torch.long)
         if len(outputs):

@@ -29,17 +29,20 @@ from mmd_api.spec.transfer import KvWireFormat
 from mmd_workers.basics.backoff import Backoff
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.basics.limited_log import RateLimitedLog
-from mmd_workers.engine.memory.blocks import leading_identities, prompt_root, root_of
-from mmd_workers.features.references import media_spans
+from mmd_workers.engine.memory.blocks import MAX_NAMED_BLOCKS
 from mmd_workers.kv.chunks import num_pieces, send_range
 from mmd_workers.kv.links import LinkManager, PairLink
 from mmd_workers.kv.quantize import KvWire
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.sequences.engine import SequenceEngine
+from mmd_workers.sequences.prefixes import prefix_of
+from mmd_workers.sequences.token_publisher import sequence_id
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages.decode import KvChunk, KvCommit, KvCommitted, KvGrant, KvOffer, KvRelease
 from mmd_workers.wire.messages.message_parts import Acknowledged
 from mmd_workers.wire.messages.prefill import GenerateRequest
+
+__all__ = ("Finished", "KvReservation", "KvSender", "Ranges", "prefix_of")
 
 log = logging.getLogger(__name__)
 
@@ -84,19 +87,6 @@ class KvReservation:
     link: asyncio.Task[PairLink]
 
 
-def prefix_of(
-    request: GenerateRequest, block_tokens: int, *, bidirectional_prompt: bool = False
-) -> list[bytes]:
-    """Identities of the leading whole blocks of the request's tokens, prompt and output.
-
-    `bidirectional_prompt`: see `SequenceEngine`.
-    """
-    tokens, spans = [*request.token_ids, *request.output_token_ids], media_spans(request.features)
-    root = root_of(request.adapter, request.cache_salt)
-    root = prompt_root(root, request.token_ids, spans, bidirectional=bidirectional_prompt)
-    return leading_identities(tokens, spans, root, block_tokens)
-
-
 class KvSender:
     """Hands sequences over to decode pods. One chunk at a time per link, announced before it is sent."""
 
@@ -110,13 +100,10 @@ class KvSender:
         lease_seconds: float,
         incarnations: Callable[[], Mapping[str, str]],
         metrics: Metrics,
-        block_tokens: int = 0,
         wire_format: KvWireFormat = "Model",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`incarnations()`: incarnations of the decode pods that are Ready now, by name. `block_tokens`: tokens per block in the decoders'
-        prefix caches; 0: they cache none. `wire_format`: format of the KV that is sent.
-        """
+        """`incarnations()`: incarnations of the decode pods that are Ready now, by name. `wire_format`: format of the KV that is sent."""
         self._bus = bus
         self._clock = clock
         self._pod = pod
@@ -128,7 +115,6 @@ class KvSender:
         self._lease_seconds = lease_seconds
         self._incarnations = incarnations
         self._metrics = metrics
-        self._block_tokens = block_tokens
         self._order: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by pod
         self._copies: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         self._releases: set[asyncio.Task[None]] = set()
@@ -160,10 +146,8 @@ class KvSender:
         """Do the work of `reserve`; `queued` collects the pods that keep a place in their queue for this request."""
         reason, pauses = "no decode pod was specified", Backoff(*RETRY_SECONDS)
         unable: dict[str, MmdError] = {}
-        prefix: list[bytes] = []
-        if self._block_tokens:
-            bidirectional = self._engine.bidirectional_prompt
-            prefix = prefix_of(request, self._block_tokens, bidirectional_prompt=bidirectional)
+        sequence = sequence_id(request.request_id, request.attempt)
+        prefix = (await self._engine.identities(sequence, request))[:MAX_NAMED_BLOCKS]
         while self._clock.unix() < request.deadline:
             ready_pods = self._incarnations()
             if not ready_pods:

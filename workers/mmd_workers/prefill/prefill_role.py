@@ -148,7 +148,6 @@ class PrefillRole(Part):
             float(pod.spec.transfer.kv.lease_seconds),
             lambda: {beat.pod: beat.incarnation for beat in pod.directory.pods("decode")},
             pod.metrics,
-            pod.spec.decode.kv_block_tokens if pod.prefill_spec.prefix_cache else 0,
             pod.spec.transfer.kv.wire_format,
         )
 

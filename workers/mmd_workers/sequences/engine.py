@@ -44,11 +44,6 @@ class SequenceEngine(ABC):
 
     @property
     @abstractmethod
-    def bidirectional_prompt(self) -> bool:
-        """Whether all tokens of a prompt see one another, so that the KV of each block depends on the whole prompt."""
-
-    @property
-    @abstractmethod
     def keeps_features(self) -> bool:
         """Whether a sequence keeps its features to its end.
 
@@ -59,6 +54,13 @@ class SequenceEngine(ABC):
     @abstractmethod
     def feature_bytes(self, modality: Modality, num_tokens: int) -> int:
         """Bytes of a feature of this many tokens, to reserve room before it is made."""
+
+    @abstractmethod
+    async def identities(self, sequence: str, request: GenerateRequest) -> list[bytes]:
+        """Identities of the whole blocks of the request's tokens, as decoders and routers know them; empty without a prefix cache.
+
+        They are hashed once, on another thread than the engine's, and kept for the sequence until `add` or `abort`.
+        """
 
     @abstractmethod
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:

@@ -44,20 +44,14 @@ class NativeEngine(SteppedEngine):
         kv_dtype: KvDtype = "Model",
     ) -> None:
         """`kv_dtype`: data type of the engine's KV pool."""
-        super().__init__(runner, grammars)
+        super().__init__(runner, grammars, bidirectional_prompt=model.bidirectional_prompt)
         self._model = model
         self._kv_layout = model.kv_layout.packed_as(kv_dtype)
-        self._identities: dict[str, list[bytes]] = {}  # block identities of prompts about to be added
 
     @property
     def keeps_features(self) -> bool:
         """True: features are a part of the prompt."""
         return True
-
-    @property
-    def bidirectional_prompt(self) -> bool:
-        """A property of the model."""
-        return self._model.bidirectional_prompt
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -69,13 +63,16 @@ class NativeEngine(SteppedEngine):
         return self._model.feature_bytes(modality, num_tokens)
 
     async def cached_tokens(self, sequence: str, request: GenerateRequest) -> int:
-        """Hash the prompt's blocks, once: `add` uses the same hashes."""
+        """Look up the prompt's blocks."""
+        leading = await self.identities(sequence, request)
         spans, root = media_spans(request.features), _root_of(request)
-        identities, cached = await self._runner.look(
-            lambda engine: engine.prefix(request.token_ids, spans, root, request.output_token_ids)
+        _, cached = await self._runner.look(
+            lambda engine: engine.prefix(request.token_ids, spans, root, request.output_token_ids, leading)
         )
-        self._identities[sequence] = identities
         return cached
+
+    def _identity_tokens(self, engine: Engine) -> int:
+        return engine.blocks.block_tokens if engine.scheduler.prefix_cache else 0
 
     async def add(
         self,
@@ -85,47 +82,51 @@ class NativeEngine(SteppedEngine):
         stop_after_prefill: bool,
         features: Mapping[int, Feature] | None = None,
     ) -> Added:
-        """Lower the prompt and queue it, in one turn between two steps: a second turn would wait for another step."""
+        """Hash and lower the prompt beside the engine, then queue it in one turn between two steps."""
         constraint = await self._constraint(request, request.output_token_ids)
-        identities = self._identities.pop(sequence, [])
+        identities = await self.identities(sequence, request)
+
+        def prepare(_: Engine) -> SequenceInput:
+            layouts = [layout_of(ref) for ref in request.features]
+            return SequenceInput(
+                sequence_id=sequence,
+                prompt=self._model.lower(request.token_ids, layouts, request.output_token_ids),
+                sampling=self._sampling(request),
+                media_spans=media_spans(request.features),
+                identities=identities,
+                output_token_ids=request.output_token_ids,
+                arrived=request.arrived,
+                stop_after_prefill=stop_after_prefill,
+                constraint=constraint,
+                root=_root_of(request),
+                guidance=request.guidance,
+                engine_failures=request.engine_failures,
+            )
+
+        item = await self._runner.aside(prepare)
+        self._identities.pop(sequence, None)
 
         def begin(engine: Engine) -> Added:
-            layouts = [layout_of(ref) for ref in request.features]
-            prompt = self._model.lower(request.token_ids, layouts, request.output_token_ids)
             at = time.time()
-            engine.add(
-                SequenceInput(
-                    sequence_id=sequence,
-                    prompt=prompt,
-                    sampling=self._sampling(request),
-                    media_spans=media_spans(request.features),
-                    identities=identities,
-                    output_token_ids=request.output_token_ids,
-                    arrived=request.arrived,
-                    stop_after_prefill=stop_after_prefill,
-                    constraint=constraint,
-                    root=_root_of(request),
-                    guidance=request.guidance,
-                    engine_failures=request.engine_failures,
-                )
-            )
+            engine.add(item)
             for medium, feature in (features or {}).items():
                 engine.fill(sequence, medium, feature)
-            return Added(at, prompt.next_position)
+            return Added(at, item.prompt.next_position)
 
         return await self._runner.call(begin)
-
-    def abort(self, *sequences: str) -> None:
-        """Free the sequences' blocks."""
-        for sequence in sequences:
-            self._identities.pop(sequence, None)
-        super().abort(*sequences)
 
     async def attach(
         self, sequence: str, request: GenerateRequest, output_token_ids: list[int], next_position: int
     ) -> None:
-        """Decode the sequence from the next step on."""
+        """Decode the sequence from the next step on. The offer brought the identities of nearly all blocks."""
         constraint = await self._constraint(request, output_token_ids)
+        leading = self._identities.pop(sequence, [])
+        identities, spans = await self._runner.aside(
+            lambda engine: (
+                self._hashed(engine, request, output_token_ids, leading),
+                media_spans(request.features),
+            )
+        )
         await self._runner.call(
             lambda engine: engine.attach(
                 sequence,
@@ -133,12 +134,13 @@ class NativeEngine(SteppedEngine):
                 sampling=self._sampling(request),
                 output_token_ids=output_token_ids,
                 next_position=next_position,
-                media_spans=media_spans(request.features),
+                media_spans=spans,
                 arrived=request.arrived,
                 constraint=constraint,
                 root=_root_of(request),
                 guidance=request.guidance,
                 engine_failures=request.engine_failures,
+                identities=identities,
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from mmd_workers.observe.server import Progress
 from mmd_workers.process.pod import LIVENESS_SECONDS, Pod
 from mmd_workers.process.warmup import LIMIT_SECONDS, warm_up
 from mmd_workers.sequences.engine import EngineHost, SequenceEngine
+from mmd_workers.sequences.prefixes import prefix_of
 from mmd_workers.wire.messages.prefill import GenerateRequest
 
 
@@ -43,10 +45,44 @@ class Reporting(Stepped, Protocol):
 class SteppedEngine(SequenceEngine):
     """Commands that need no translation. Each runs on the engine's thread, between two steps."""
 
-    def __init__(self, runner: EngineRunner[Any], grammars: Grammars) -> None:
-        """`grammars`: grammars over the model's tokenizer."""
+    def __init__(
+        self, runner: EngineRunner[Any], grammars: Grammars, *, bidirectional_prompt: bool = False
+    ) -> None:
+        """`grammars`: grammars over the model's tokenizer. `bidirectional_prompt`: all tokens of a prompt see one another."""
         self._runner = runner
         self._grammars = grammars
+        self._bidirectional_prompt = bidirectional_prompt
+        self._identities: dict[str, list[bytes]] = {}  # a sequence has them until it is added or attached
+
+    @abstractmethod
+    def _identity_tokens(self, engine: Any) -> int:
+        """Return the tokens per block whose identity is exchanged; 0: the engine has no prefix cache."""
+
+    def _hashed(
+        self,
+        engine: Any,
+        request: GenerateRequest,
+        output_token_ids: Sequence[int],
+        leading: Sequence[bytes] = (),
+    ) -> list[bytes]:
+        """Return the identities of all whole blocks of these tokens. `leading`: those that the offer of the KV brought."""
+        if not (block_tokens := self._identity_tokens(engine)):
+            return []
+        return prefix_of(
+            request,
+            block_tokens,
+            bidirectional_prompt=self._bidirectional_prompt,
+            output_token_ids=output_token_ids,
+            leading=leading,
+        )
+
+    async def identities(self, sequence: str, request: GenerateRequest) -> list[bytes]:
+        """Hash beside the engine, unless that is done."""
+        if (identities := self._identities.get(sequence)) is None:
+            identities = self._identities[sequence] = await self._runner.aside(
+                lambda engine: self._hashed(engine, request, request.output_token_ids)
+            )
+        return identities
 
     async def _constraint(
         self, request: GenerateRequest, output_token_ids: Sequence[int]
@@ -66,6 +102,8 @@ class SteppedEngine(SequenceEngine):
 
     def abort(self, *sequences: str) -> None:
         """Free the blocks of all sequences in one command. If that fails for one of them, the others are freed nevertheless."""
+        for sequence in sequences:
+            self._identities.pop(sequence, None)
 
         def end(engine: Any) -> None:
             with ExitStack() as ends:
@@ -93,6 +131,7 @@ class SteppedEngine(SequenceEngine):
         cached: int = await self._runner.call(
             lambda engine: engine.reserve(sequence, prompt_tokens, max_tokens, prefix, companion_tokens)
         )
+        self._identities[sequence] = list(prefix)
         return cached
 
     async def write_kv(self, sequence: str, start: int, tensors: list[torch.Tensor]) -> None:

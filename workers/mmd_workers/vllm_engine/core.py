@@ -182,10 +182,13 @@ class VllmCore:
         *,
         stop_after_prefill: bool,
         constraint: Constraint | None = None,
+        prepared: Request | None = None,
+        identities: Sequence[bytes] = (),
     ) -> None:
         """Queue a request. Its features may follow through `fill`; features that another sequence brought are shared.
 
-        `constraint`: state of the request's grammar after its output tokens.
+        `constraint`: state of the request's grammar after its output tokens. `prepared`: the result of
+        `prepare`, if it has run on another thread. `identities`: of the leading full blocks, if they are known.
 
         Raises:
             CapacityError: it can never fit into the context, the KV pool or, with a medium that must not be cut, a step.
@@ -194,17 +197,15 @@ class VllmCore:
         """
         self.table.check_new(name)
         outputs = request.output_token_ids
-        remaining_tokens = request.sampling.max_tokens - len(outputs)
-        if remaining_tokens < 1:
-            raise ValueError(
-                f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated"
-            )
-        self._check_fits(len(request.token_ids) + len(outputs), 1 if stop_after_prefill else remaining_tokens)
-        check_layout(request, self._vocabulary)
-        vllm_request = self._build(name, request, outputs, 1 if stop_after_prefill else remaining_tokens)
+        vllm_request = prepared or self.prepare(name, request, outputs, stop_after_prefill=stop_after_prefill)
         self._scheduler.check_media(vllm_request)
         self.table.sequences[name] = CoreSequence(
-            request, vllm_request, len(outputs), stop_after_prefill, constraint=constraint
+            request,
+            vllm_request,
+            len(outputs),
+            stop_after_prefill,
+            constraint=constraint,
+            identities=list(identities),
         )
         for ref in request.features:
             self._shelf.share(ref.feature_id, name)
@@ -236,10 +237,31 @@ class VllmCore:
         """Forget a sequence or reservation in any state and free its blocks and features; unknown ids are ignored."""
         self.table.abort(name)
 
-    def _build(
-        self, name: str, request: GenerateRequest, output_token_ids: Sequence[int], max_tokens: int
+    def prepare(
+        self,
+        name: str,
+        request: GenerateRequest,
+        output_token_ids: Sequence[int],
+        *,
+        stop_after_prefill: bool = False,
     ) -> Request:
-        """Build vLLM's request, and check that the model can run it."""
+        """Build vLLM's request with its hashes, and check that the model can run it.
+
+        May run on any thread: it reads only what never changes.
+
+        Raises:
+            CapacityError: it can never fit into the context or the KV pool.
+            StepFailedError: the model cannot run it.
+            ValueError: nothing is left to generate.
+        """
+        remaining_tokens = request.sampling.max_tokens - len(output_token_ids)
+        if remaining_tokens < 1:
+            raise ValueError(
+                f"sequence {name}: max_tokens {request.sampling.max_tokens} have already been generated"
+            )
+        max_tokens = 1 if stop_after_prefill else remaining_tokens
+        self._check_fits(len(request.token_ids) + len(output_token_ids), max_tokens)
+        check_layout(request, self._vocabulary)
         vllm_request = self._builder.build(name, request, output_token_ids, max_tokens)
         check_runs(vllm_request, self._model)
         return vllm_request
@@ -352,10 +374,12 @@ class VllmCore:
         request: GenerateRequest,
         output_token_ids: Sequence[int],
         constraint: Constraint | None = None,
+        prepared: Request | None = None,
+        identities: Sequence[bytes] = (),
     ) -> None:
         """Start decoding a reserved sequence. Its KV has been written, except for the last of `output_token_ids`.
 
-        `constraint`: see `add`.
+        `constraint`, `prepared`, `identities`: see `add`.
 
         Raises:
             KeyError: nothing is reserved under this id.
@@ -368,14 +392,16 @@ class VllmCore:
             raise CountMismatchError(
                 f"KV of {reservation.written} tokens of {name} was written, but {num_tokens - 1} are known"
             )
-        self._check_fits(num_tokens, 1)
-        check_layout(request, self._vocabulary)
-        remaining_tokens = request.sampling.max_tokens - len(output_token_ids)
-        vllm_request = self._build(name, request, output_token_ids, remaining_tokens)
+        vllm_request = prepared or self.prepare(name, request, output_token_ids)
         self._adopt(vllm_request, reservation, num_tokens - 1)
         del self.table.reservations[name]
         self.table.sequences[name] = CoreSequence(
-            request, vllm_request, len(output_token_ids), attached=True, constraint=constraint
+            request,
+            vllm_request,
+            len(output_token_ids),
+            attached=True,
+            constraint=constraint,
+            identities=list(identities),
         )
         self._begin(vllm_request)
 
@@ -493,6 +519,11 @@ class VllmCore:
     def forget_prefixes(self) -> bool:
         """Empty the prefix cache. False: sequences use blocks of it."""
         return self.prefix_blocks.clear()
+
+    @property
+    def identity_tokens(self) -> int:
+        """Tokens per block whose identity is exchanged; 0: there is no prefix cache."""
+        return self.prefix_blocks.identity_tokens if self._manager.enable_caching else 0
 
     @property
     def prefix_changes(self) -> CacheChanges:

@@ -36,6 +36,8 @@ from mmd_workers.vllm_engine.setup.environment import prepare_environment
 from mmd_workers.wire.messages.prefill import GenerateRequest
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from mmd_workers.vllm_engine.core import VllmCore
 
 log = logging.getLogger(__name__)
@@ -56,14 +58,10 @@ class VllmEngine(SteppedEngine):
         feature_row_bytes: int,
     ) -> None:
         """`feature_row_bytes`: bytes of one token of a feature, all of its tensors included."""
-        super().__init__(runner, grammars)
+        # vLLM computes text causally, also where a model does not. Only the tokens of one medium see one another.
+        super().__init__(runner, grammars, bidirectional_prompt=False)
         self._kv_layout = kv_layout
         self._feature_row_bytes = feature_row_bytes
-
-    @property
-    def bidirectional_prompt(self) -> bool:
-        """False: vLLM computes text causally, also where a model does not. Only the tokens of one medium see one another."""
-        return False
 
     @property
     def keeps_features(self) -> bool:
@@ -83,6 +81,9 @@ class VllmEngine(SteppedEngine):
         """Return how many leading tokens vLLM's prefix cache holds."""
         return await self._runner.look(lambda core: core.cached_tokens(request))
 
+    def _identity_tokens(self, engine: VllmCore) -> int:
+        return engine.identity_tokens
+
     async def add(
         self,
         sequence: str,
@@ -93,10 +94,23 @@ class VllmEngine(SteppedEngine):
     ) -> Added:
         """Queue the request with vLLM's scheduler. vLLM computes rotary positions itself, so none are sent."""
         constraint = await self._constraint(request, request.output_token_ids)
+        identities = await self.identities(sequence, request)
+        outputs = request.output_token_ids
+        prepared = await self._runner.aside(
+            lambda core: core.prepare(sequence, request, outputs, stop_after_prefill=stop_after_prefill)
+        )
+        self._identities.pop(sequence, None)
 
         def begin(core: VllmCore) -> Added:
             added_at = time.time()
-            core.add(sequence, request, stop_after_prefill=stop_after_prefill, constraint=constraint)
+            core.add(
+                sequence,
+                request,
+                stop_after_prefill=stop_after_prefill,
+                constraint=constraint,
+                prepared=prepared,
+                identities=identities,
+            )
             for medium, feature in (features or {}).items():
                 core.fill(sequence, medium, feature)
             return Added(added_at, next_position=0)
@@ -114,8 +128,15 @@ class VllmEngine(SteppedEngine):
     ) -> None:
         """Start decoding the sequence from the next step on."""
         constraint = await self._constraint(request, output_token_ids)
+        leading = self._identities.pop(sequence, [])
+
+        def prepare(core: VllmCore) -> tuple[Request, list[bytes]]:
+            prepared = core.prepare(sequence, request, output_token_ids)
+            return prepared, self._hashed(core, request, output_token_ids, leading)
+
+        prepared, identities = await self._runner.aside(prepare)
         await self._runner.call(
-            lambda core: core.attach(sequence, request, output_token_ids, constraint=constraint)
+            lambda core: core.attach(sequence, request, output_token_ids, constraint, prepared, identities)
         )
 
 

@@ -71,7 +71,7 @@ class PrefixBlocks:
         source = sequence.source
         spans, root = media_spans(source.features), root_of(source.adapter, source.cache_salt)
         extend_identities(identities, tokens, spans, size, covered // size, root)
-        for number, identity in enumerate(identities):
+        for number, identity in enumerate(identities[: covered // size]):
             first, last = number * size, (number + 1) * size - 1
             blocks = tuple(request.block_hashes[first // self._block_tokens : last // self._block_tokens + 1])
             if self.hashes_of.get(identity) != blocks and all(map(self._is_cached, blocks)):

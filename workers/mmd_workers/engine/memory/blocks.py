@@ -3,11 +3,11 @@ and sequences."""
 
 from __future__ import annotations
 
-import hashlib
-import struct
+import sys
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import chain
 
 from mmd_api.contract.errors import OverloadedError
@@ -15,8 +15,9 @@ from mmd_workers.engine.memory.cache_changes import CacheChanges
 from mmd_workers.engine.memory.sequence_room import blocks_for
 
 MAX_NAMED_BLOCKS = 1 << 14
-"""Blocks of one prompt that a message may name: the message takes 300 KB, and hashing them takes about 20 ms."""
+"""Blocks of one prompt that a message may name: the message takes 300 KB."""
 HASHED_AT_ONCE = 64
+TOKEN_BYTES = 8
 MediaSpan = tuple[int, int, str]  # start, length, feature id
 
 
@@ -30,17 +31,21 @@ def block_hash(
     same placeholder ids over another medium, or over another part of the same medium, never share an
     identity.
     """
-    digest = hashlib.blake2b(parent + _packed(len(token_ids))(*token_ids), digest_size=16)
     end = start + len(token_ids)
-    for span_start, length, feature_id in media_spans:
-        if span_start < end and span_start + length > start:
-            digest.update(f"|{span_start - start}:{length}:{feature_id}".encode())
-    return digest.digest()
+    labels = [
+        f"|{span_start - start}:{length}:{feature_id}"
+        for span_start, length, feature_id in media_spans
+        if span_start < end and span_start + length > start
+    ]
+    return blake2b(parent + _packed(token_ids) + "".join(labels).encode(), digest_size=16).digest()
 
 
-@lru_cache(maxsize=16)
-def _packed(count: int) -> Callable[..., bytes]:
-    return struct.Struct(f"<{count}q").pack
+def _packed(token_ids: Sequence[int]) -> bytes:
+    """Return the tokens as little-endian integers of 8 bytes."""
+    packed = array("q", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def root_of(adapter: str, salt: str) -> bytes:
@@ -52,7 +57,7 @@ def root_of(adapter: str, salt: str) -> bytes:
     if not (adapter or salt):
         return b""
     words = f"adapter {adapter}" if not salt else f"salt {len(salt)} {salt} adapter {adapter}"
-    return hashlib.blake2b(words.encode(), digest_size=16).digest()
+    return blake2b(words.encode(), digest_size=16).digest()
 
 
 def prompt_root(
@@ -80,16 +85,63 @@ def extend_identities(
     leading blocks may be shared, of an atomic range too: such a range is the whole prompt, which is in the
     root, or a run of one medium, of which each block has the feature and the length.
     """
-    spans_of: dict[int, list[MediaSpan]] = {}
-    for span in media_spans:
-        first, last = span[0] // block_tokens, (span[0] + span[1] - 1) // block_tokens
-        for block in range(max(first, len(identities)), min(last + 1, full_blocks)):
-            spans_of.setdefault(block, []).append(span)
-    for block in range(len(identities), full_blocks):
-        start = block * block_tokens
-        parent = identities[-1] if identities else root
-        tokens = token_ids[start : start + block_tokens]
-        identities.append(block_hash(parent, tokens, start, spans_of.get(block, ())))
+    if full_blocks <= len(identities):
+        return
+    labels = _labels_of(media_spans, block_tokens, len(identities), full_blocks)
+    _extend(identities, token_ids, labels, block_tokens, full_blocks, root)
+
+
+def completed_identities(
+    identities: Sequence[bytes],
+    token_ids: Sequence[int],
+    media_spans: Sequence[MediaSpan],
+    block_tokens: int,
+    root: bytes = b"",
+) -> list[bytes]:
+    """Return the identities of all full blocks of `token_ids`. `identities`: those of leading blocks, from a peer.
+
+    A peer may have blocks of another size. Then the first identity differs, and all are computed here.
+    """
+    full_blocks = len(token_ids) // block_tokens
+    completed = list(identities[:full_blocks])
+    if completed and block_hash(root, token_ids[:block_tokens], 0, media_spans) != completed[0]:
+        completed = []
+    extend_identities(completed, token_ids, media_spans, block_tokens, full_blocks, root)
+    return completed
+
+
+def _labels_of(
+    media_spans: Iterable[MediaSpan], block_tokens: int, first_block: int, last_block: int
+) -> dict[int, str]:
+    """Return what each of the blocks [first_block, last_block) with media hashes of their spans, as `block_hash` does."""
+    labels: dict[int, str] = {}
+    for start, length, feature_id in media_spans:
+        first, last = start // block_tokens, (start + length - 1) // block_tokens
+        suffix = f":{length}:{feature_id}"
+        for block in range(max(first, first_block), min(last + 1, last_block)):
+            label = f"|{start - block * block_tokens}{suffix}"
+            labels[block] = labels[block] + label if block in labels else label
+    return labels
+
+
+def _extend(
+    identities: list[bytes],
+    token_ids: Sequence[int],
+    labels: Mapping[int, str],
+    block_tokens: int,
+    full_blocks: int,
+    root: bytes,
+) -> None:
+    """Append what `block_hash` returns for the next blocks. The tokens are packed all at once. `labels`: see `_labels_of`."""
+    first = len(identities)
+    packed = _packed(token_ids[first * block_tokens : full_blocks * block_tokens])
+    parent, block_bytes = identities[-1] if identities else root, block_tokens * TOKEN_BYTES
+    for block, at in enumerate(range(0, len(packed), block_bytes), first):
+        content = parent + packed[at : at + block_bytes]
+        if block in labels:
+            content += labels[block].encode()
+        parent = blake2b(content, digest_size=16).digest()
+        identities.append(parent)
 
 
 class LeadingIdentities(Iterable[bytes]):
@@ -103,6 +155,7 @@ class LeadingIdentities(Iterable[bytes]):
     ) -> None:
         self._token_ids = token_ids
         self._media_spans = media_spans
+        self._labels: Mapping[int, str] | None = None  # None: nothing has been read
         self._root = root
         self._block_tokens = block_tokens
         self._full_blocks = min(len(token_ids) // block_tokens, MAX_NAMED_BLOCKS)
@@ -115,13 +168,17 @@ class LeadingIdentities(Iterable[bytes]):
         yielded = 0
         while yielded < self._full_blocks:
             if yielded == len(self._identities):
-                end = min(self._full_blocks, yielded + HASHED_AT_ONCE)
-                extend_identities(
-                    self._identities, self._token_ids, self._media_spans, self._block_tokens, end, self._root
-                )
+                self._hash_more()
             part = self._identities[yielded:]
             yield part
             yielded += len(part)
+
+    def _hash_more(self) -> None:
+        size = self._block_tokens
+        if self._labels is None:
+            self._labels = _labels_of(self._media_spans, size, 0, self._full_blocks)
+        end = min(self._full_blocks, len(self._identities) + HASHED_AT_ONCE)
+        _extend(self._identities, self._token_ids, self._labels, size, end, self._root)
 
 
 def leading_identities(

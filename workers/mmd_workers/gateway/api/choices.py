@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mmd_workers.caches.index import Prefix
 from mmd_workers.engine.memory.blocks import prompt_root, root_of
 from mmd_workers.features.references import media_spans
 from mmd_workers.gateway.answers.answer_part import AnswerPart
@@ -31,6 +32,7 @@ from mmd_workers.gateway.placement.timeline import sequence_id
 STREAM_OPENS_AFTER_SECONDS = 5.0
 """A stream opens after this time even without a token; until then a failure still gets its HTTP status."""
 KEEPALIVE_SECONDS = 10.0
+LONG_PROMPT_TOKENS = 1024
 LATE_PHASES_SECONDS = 0.25
 
 
@@ -58,13 +60,14 @@ class Choices:
         self._shape = shape
         self._news = asyncio.Event()
         self._streams: list[ChoiceStream] = []
+        self._prefixes: dict[int, Prefix] = {}  # by number of the prompt
         self._prompt_details: PromptTokensDetails | None = None  # None: not counted yet
 
-    def open(self, index: int) -> None:
+    async def open(self, index: int) -> None:
         """Place the choice with this number; its seed distinguishes it from other answers to its prompt."""
         gateway, request = self._gateway, self._request
         prepared = self._prompts[index // (request.n or 1)]
-        spec, route = self._placeable(index)
+        spec, route = await self._placeable(index)
         fallback = prepared.fallback
         fall_back = None if fallback is None else partial(self._fall_back, index, fallback)
         timeline, sampling = self._exchange.timeline, spec.sampling
@@ -86,7 +89,7 @@ class Choices:
             )
         )
 
-    def _placeable(self, index: int) -> tuple[SequenceSpec, RouteRequest]:
+    async def _placeable(self, index: int) -> tuple[SequenceSpec, RouteRequest]:
         """The choice with this number for its current prompt, and its request to the router."""
         gateway, exchange, request = self._gateway, self._exchange, self._request
         prompt, number = divmod(index, request.n or 1)
@@ -105,13 +108,6 @@ class Choices:
             cache_salt=gateway.cache_salt(request.cache_salt, exchange.tenant),
             guidance=prepared.guidance,
         )
-        spans = media_spans(spec.features)
-        root = prompt_root(
-            root_of(spec.adapter, spec.cache_salt),
-            spec.token_ids,
-            spans,
-            bidirectional=gateway.frontend.bidirectional_prompt,
-        )
         route = RouteRequest(
             request_id=spec.request_id,
             num_tokens=len(spec.token_ids),
@@ -122,9 +118,29 @@ class Choices:
                 for f in prepared.features
             ),
             encoders_first=index > 0,  # one prefill pod is enough to encode the media that all choices share
-            prefix=gateway.prefix_index.prefix_of(spec.token_ids, spans, root),
+            prefix=await self._prefix(prompt, spec),
         )
         return spec, route
+
+    async def _prefix(self, prompt: int, spec: SequenceSpec) -> Prefix:
+        """The identities of a prompt's blocks, once for all of its choices. Those of a long prompt that pods have are hashed in a thread."""
+        if (prefix := self._prefixes.get(prompt)) is None:
+            is_long = len(spec.token_ids) > LONG_PROMPT_TOKENS
+            hashed = partial(self._hashed, spec)
+            prefix = self._prefixes[prompt] = await asyncio.to_thread(hashed) if is_long else hashed()
+        return prefix
+
+    def _hashed(self, spec: SequenceSpec) -> Prefix:
+        index, spans = self._gateway.prefix_index, media_spans(spec.features)
+        root = prompt_root(
+            root_of(spec.adapter, spec.cache_salt),
+            spec.token_ids,
+            spans,
+            bidirectional=self._gateway.frontend.bidirectional_prompt,
+        )
+        prefix = index.prefix_of(spec.token_ids, spans, root)
+        index.hash_cached(prefix)
+        return prefix
 
     async def _fall_back(
         self, index: int, fallback: Fallback[Prepared], feature_id: str
@@ -140,6 +156,7 @@ class Choices:
         if prepared is None:
             return None
         self._prompts[index // (request.n or 1)] = prepared
+        self._prefixes.pop(index // (request.n or 1), None)
         self._prompt_details = None
         for name in HEADERS:
             exchange.notes.pop(name, None)
@@ -147,7 +164,7 @@ class Choices:
         exchange.timeline.note_media(prepared.features, prepared.layout)
         if self._admission is not None and exchange.tenant is not None:
             gateway.resize_admission(self._admission, self._prompts, request.n or 1, exchange.tenant)
-        return self._placeable(index)
+        return await self._placeable(index)
 
     @property
     def completion_tokens(self) -> int:

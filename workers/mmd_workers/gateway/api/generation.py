@@ -104,7 +104,7 @@ class Generation(JsonEndpoint[_Request]):
             choices = Choices(gateway, exchange, request, prompts, shape, admission)
             try:
                 for index in range(size.n):
-                    choices.open(index)
+                    await choices.open(index)
                     await asyncio.sleep(0)
                 if request.stream:
                     await choices.stream()
