@@ -580,7 +580,7 @@ class Hits:
         store = FeatureStore(1 << 30, lambda *_: None)
         embedding = EmbeddingTransfer()
         source = QueueSource(
-            *(bus, "prefill-0", "i1", queue, lambda _: ["holder"], store),
+            *(bus, "prefill-0", "i1", queue, lambda _: ["holder"], lambda: 0, store),
             *(embedding.window_kibibytes << 10, embedding.chunk_kibibytes << 10, 120.0, 5.0, Metrics()),
         )
         await source.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -49,6 +49,7 @@ class Deployment:
     def __init__(self, connect: Connect, server: NatsServer) -> None:
         self._connect, self._server = connect, server
         self.alive = {"prefill-0": "i1"}
+        self.silent_seconds = 0.0  # of pods that are not alive
         self.begun: Counter[str] = Counter()  # runs by job id
         self.redelivered: Counter[str] = Counter()
         self.attempts: dict[str, int] = {}  # the latest that the receiver counted, by job id
@@ -62,10 +63,10 @@ class Deployment:
         self._running: list[asyncio.Task[None]] = []
 
     async def start(self, encoders: int) -> None:
-        bus = await self._connect("prefill-0")
+        self._receiver = bus = await self._connect("prefill-0")
         self._queue = EncodeQueue(bus, LIMITS)
         await self._queue.ensure()
-        await bus.serve(bus.subjects.encode_wanted("prefill-0"), EncodeCheck, self._checked)
+        await self._answer_checks()
         await bus.serve(bus.subjects.encode_failed("prefill-0"), EncodeFailed, self._failed)
         for number in range(encoders):
             await self.start_encoder(f"encoder-{number}")
@@ -87,7 +88,9 @@ class Deployment:
             *(EncoderSpec(batching=EncoderBatching(max_items=2)), FeatureCache(0), Metrics()),
         )
         service = EncoderService(
-            *(bus, queue, pipeline, ["image"], JobClaims(bus, "i1", self.alive.get), MAX_ATTEMPTS),
+            *(bus, queue, pipeline, ["image"]),
+            JobClaims(bus, "i1", self.alive.get, lambda _: self.silent_seconds),
+            MAX_ATTEMPTS,
             metrics=self.metrics,
             tracing=Tracing("test", "test", "test", None),
         )
@@ -109,6 +112,11 @@ class Deployment:
                 runs.answer(EncodeCheck(one.feature.feature_id, one.job_id, ended=GONE, failed=True))
             await self._queue.publish(one)
 
+    async def run(self, *jobs: EncodeJob) -> None:
+        """Publish jobs, and wait until all of them run."""
+        await self.publish(*jobs)
+        await until(lambda: all(self.begun[one.job_id] for one in jobs))
+
     async def kill(self, number: int) -> None:
         """End an encoder without a word."""
         service = self.services[number]
@@ -116,6 +124,21 @@ class Deployment:
             task.cancel()
         await service._bus.close()
         del self.alive[service._bus.client_name]
+
+    @asynccontextmanager
+    async def receiver_cut_off(self) -> AsyncIterator[None]:
+        """Nobody hears the receiver, and it hears nobody."""
+        incarnation = self.alive.pop("prefill-0")
+        await self._checks.unsubscribe()
+        await self._receiver.flush()
+        yield
+        await self._answer_checks()
+        await self._receiver.flush()
+        self.alive["prefill-0"] = incarnation
+
+    async def _answer_checks(self) -> None:
+        bus = self._receiver
+        self._checks = await bus.serve(bus.subjects.encode_wanted("prefill-0"), EncodeCheck, self._checked)
 
     @contextmanager
     def cut_off(self, number: int) -> Iterator[None]:
@@ -190,11 +213,15 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployed(connect: Connect, server: NatsServer, encoders: int) -> AsyncIterator[Deployment]:
+async def deployed(
+    connect: Connect, server: NatsServer, encoders: int, running: Iterable[EncodeJob] = ()
+) -> AsyncIterator[Deployment]:
+    """A deployment of so many encoders, which run the jobs `running` already."""
     deployment = Deployment(connect, server)
     await deployment.start(encoders)
     try:
         async with asyncio.timeout(DEADLINE_SECONDS):
+            await deployment.run(*running)
             yield deployment
     finally:
         await deployment.close()

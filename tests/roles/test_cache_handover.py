@@ -278,7 +278,19 @@ async def fleet(
     await queue.ensure()
     made = Fleet(server, environment, folder, bus, directory, refs)
     source = QueueSource(
-        *(bus, "prefill-0", "i1", queue, lambda _: made.holders, made.store, 1 << 20, 1 << 18, 120.0, 5.0),
+        *(
+            bus,
+            "prefill-0",
+            "i1",
+            queue,
+            lambda _: made.holders,
+            lambda: 0,
+            made.store,
+            1 << 20,
+            1 << 18,
+            120.0,
+            5.0,
+        ),
         metrics=Metrics(),
     )
     await source.start()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mmd_workers.encoder import encoder_service
+from mmd_workers.encoder.job_claims import RECEIVER_PATIENCE_SECONDS
 from mmd_workers.wire.messages.encoder import EncodeJob, EncodeTaken
 from mmd_workers.wire.messages.prefill import EncodeCheck, EncodeRun
 from mmd_workers.wire.server import NatsServer
@@ -20,8 +21,7 @@ from .held_jobs import Connect, Deployment, deployed, job
 
 async def let_wait(deployment: Deployment, suspect: EncodeJob) -> None:
     """Run job-0, and have the suspect wait for its end."""
-    await deployment.publish(job(0))
-    await until(lambda: deployment.begun["job-0"])
+    await deployment.run(job(0))
     await deployment.publish(suspect, is_suspect=True)
     (service,) = deployment.services
     await until(lambda: not service._takes_jobs.is_set())
@@ -39,8 +39,7 @@ async def test_a_claim_that_was_not_answered_is_confirmed_at_once(
     monkeypatch.setattr(encoder_service, "CHECK_SECONDS", 3600.0)
     async with deployed(connect, nats_server, encoders=1) as deployment:
         deployment.unanswered.add("job-0")
-        await deployment.publish(job(0))
-        await until(lambda: deployment.begun["job-0"])
+        await deployment.run(job(0))
         await until(lambda: run_of(deployment, job(0)) is not None)
         await deployment.until_done()
 
@@ -48,9 +47,7 @@ async def test_a_claim_that_was_not_answered_is_confirmed_at_once(
 async def test_a_crash_beside_a_waiting_suspect_does_not_count_for_it(
     nats_server: NatsServer, connect: Connect
 ) -> None:
-    async with deployed(connect, nats_server, encoders=1) as deployment:
-        await deployment.publish(job(2))
-        await until(lambda: deployment.begun["job-2"])
+    async with deployed(connect, nats_server, encoders=1, running=[job(2)]) as deployment:
         await let_wait(deployment, job(1))
         await deployment.kill(0)
         await deployment.start_encoder("encoder-1")
@@ -74,8 +71,7 @@ async def test_a_suspect_that_nobody_needs_stops_waiting(
             del deployment.runs["job-1"]
         ended = deployment.metrics.encode_jobs.labels("image", reason)
         await until(lambda: ended._value.get() == 1)
-        await deployment.publish(job(2))
-        await until(lambda: deployment.begun["job-2"])
+        await deployment.run(job(2))
         await deployment.until_done()
         assert deployment.begun == {"job-0": 1, "job-2": 1}
 
@@ -106,9 +102,7 @@ async def test_a_suspect_that_runs_elsewhere_after_its_wait_is_left(
 async def test_an_encoder_that_was_cut_off_goes_on_and_its_heir_stops(
     nats_server: NatsServer, connect: Connect
 ) -> None:
-    async with deployed(connect, nats_server, encoders=2) as deployment:
-        await deployment.publish(job(0))
-        await until(lambda: deployment.begun["job-0"])
+    async with deployed(connect, nats_server, encoders=2, running=[job(0)]) as deployment:
         (number,) = (n for n, service in enumerate(deployment.services) if service._jobs)
         heir = deployment.services[1 - number]
         with deployment.cut_off(number):
@@ -122,12 +116,38 @@ async def test_an_encoder_that_was_cut_off_goes_on_and_its_heir_stops(
         assert not deployment.failures
 
 
-async def test_a_hanging_receiver_leaves_time_to_give_jobs_back(
+async def test_jobs_of_a_receiver_that_is_cut_off_wait_in_the_queue_and_hold_no_slots(
     nats_server: NatsServer, connect: Connect
 ) -> None:
     async with deployed(connect, nats_server, encoders=1) as deployment:
-        await deployment.publish(job(0))
-        await until(lambda: deployment.begun["job-0"])
+        jobs = [job(number) for number in range(2 * deployment.slots)]
+        deployment.alive["prefill-1"] = "i1"
+        async with deployment.receiver_cut_off():
+            await deployment.publish(*jobs)
+            await until(lambda: all(deployment.redelivered[one.job_id] for one in jobs))
+            await deployment.run(replace(job(99), receiver="prefill-1"))
+            assert deployment.begun == {"job-99": 1}
+        await deployment.until_done()
+        assert deployment.begun == {one.job_id: 1 for one in [*jobs, job(99)]}
+        assert not deployment.failures
+
+
+async def test_jobs_of_a_receiver_that_stays_away_leave_the_queue(
+    nats_server: NatsServer, connect: Connect
+) -> None:
+    async with deployed(connect, nats_server, encoders=1) as deployment:
+        async with deployment.receiver_cut_off():
+            await deployment.publish(job(0))
+            await until(lambda: deployment.redelivered["job-0"])
+            deployment.silent_seconds = RECEIVER_PATIENCE_SECONDS
+            await deployment.until_done()
+        assert not deployment.begun
+
+
+async def test_a_hanging_receiver_leaves_time_to_give_jobs_back(
+    nats_server: NatsServer, connect: Connect
+) -> None:
+    async with deployed(connect, nats_server, encoders=1, running=[job(0)]) as deployment:
         deployment.hangs = True
         async with asyncio.timeout(SURRENDER_SECONDS):
             await deployment.services[0].abandon()

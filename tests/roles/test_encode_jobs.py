@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -73,6 +74,7 @@ async def receiver(
     memory_storage: bool = True,
     pod: str = "prefill-0",
     ack_wait_seconds: float = 60.0,
+    absences: Callable[[], int] = lambda: 0,
 ) -> tuple[QueueSource, FeatureStore]:
     store = FeatureStore(1 << 20, lambda *_: None)
     queue = EncodeQueue(bus, QueueLimits(memory_storage=memory_storage, ack_wait_seconds=ack_wait_seconds))
@@ -84,6 +86,7 @@ async def receiver(
             "i1",
             queue,
             holders,
+            absences,
             store,
             1 << 16,
             1 << 14,
@@ -98,7 +101,11 @@ async def receiver(
 
 
 def encoder(
-    bus: Bus, alive: dict[str, str], cache: FeatureCache, ack_wait_seconds: float = 60.0
+    bus: Bus,
+    alive: dict[str, str],
+    cache: FeatureCache,
+    ack_wait_seconds: float = 60.0,
+    silent_seconds: float = math.inf,
 ) -> tuple[EncoderService, EncodeQueue, Metrics]:
     """An encoder whose cache has the feature already: what is tested is the way of the job."""
     metrics = Metrics()
@@ -106,7 +113,7 @@ def encoder(
     decoders = DecodePool(1, 5, 1 << 20)
     pipeline = EncodePipeline(unused, decoders, MediaPolicy(), EncoderSpec(), cache, metrics)
     queue = EncodeQueue(bus, QueueLimits(memory_storage=True, ack_wait_seconds=ack_wait_seconds))
-    claims = JobClaims(bus, "i1", alive.get)
+    claims = JobClaims(bus, "i1", alive.get, lambda _: silent_seconds)
     service = EncoderService(bus, queue, pipeline, ["image"], claims, MAX_ATTEMPTS, metrics, NO_TRACING)
     return service, queue, metrics
 
@@ -151,9 +158,9 @@ async def test_a_server_outage_leaves_a_job_queued_exactly_once(
     queue = EncodeQueue(gateway, QueueLimits(memory_storage=not kept, ack_wait_seconds=60.0))
     published = 0
 
-    async def publish(job: EncodeJob) -> None:
+    async def publish(job: EncodeJob, copy: int) -> None:
         nonlocal published
-        await EncodeQueue.publish(source._queue, job)
+        await EncodeQueue.publish(source._queue, job, copy)
         published += 1
 
     monkeypatch.setattr(source._queue, "publish", publish)
@@ -198,7 +205,7 @@ async def test_a_job_that_is_queued_twice_delivers_its_feature_once(connect: Con
         while not await jobs_left(queue):
             await asyncio.sleep(0.05)
     (job,) = source._wanted.values()
-    await queue._publish(job, message_id="the first is forgotten")
+    await queue.publish(job, copy=1)
     assert await jobs_left(queue) == 2
     running = [asyncio.create_task(service.run()) for service, _, _ in services]
     await asyncio.wait_for(arrival, DEADLINE_SECONDS)
@@ -243,6 +250,40 @@ async def test_a_receiver_briefly_away_gets_its_feature_at_the_first_attempt(
     await until_done(queue)
     running.cancel()
     assert metrics.redeliveries.labels("image")._value.get() == 0
+
+
+async def test_an_encoder_that_cannot_reach_a_receiver_is_free_until_it_is_back(connect: Connect) -> None:
+    """The feature is made, and the receiver is cut off before it can be sent."""
+    source, store = await receiver(await connect("prefill-0"))
+    source.request(REF, request())
+    await source._receiver._bulk.run(source._receiver._offers.unsubscribe())  # type: ignore[union-attr]
+    alive = dict[str, str]()
+    service, queue, metrics = encoder(await connect("encoder-0"), alive, with_feature(), silent_seconds=0.0)
+    running = asyncio.create_task(service.run())
+    await until(metrics.transfer_failures.labels("embedding", "peer_lost")._value.get)
+    await until(lambda: not service._jobs, "the job holds no slot")
+    assert await jobs_left(queue) == 1
+    alive["prefill-0"] = "i1"
+    await source._receiver.start()
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    await until_done(queue)
+    running.cancel()
+    assert metrics.redeliveries.labels("image")._value.get() == 0
+
+
+async def test_a_job_that_was_dropped_during_an_absence_is_queued_again(connect: Connect) -> None:
+    """The receiver was cut off for so long that an encoder took it for lost."""
+    absences = 3
+    source, store = await receiver(await connect("prefill-0"), absences=lambda: absences)
+    source.request(REF, request())
+    service, queue, _ = encoder(await connect("encoder-0"), {"prefill-0": "i1"}, with_feature())
+    (delivery,) = await queue.pull(["image"], 1, DEADLINE_SECONDS)
+    await delivery.terminate("its receiver is lost")
+    absences += 1
+    running = asyncio.create_task(service.run())
+    await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
+    await until_done(queue)
+    running.cancel()
 
 
 async def test_a_medium_whose_gateway_is_lost_is_given_up_as_retryable(
@@ -570,6 +611,22 @@ async def test_a_job_shared_with_a_remaining_request_continues(connect: Connect)
     await asyncio.wait_for(asyncio.shield(store.arrival(REF.feature_id)), DEADLINE_SECONDS)
     await until_done(queue)
     running.cancel()
+
+
+async def test_a_failure_that_no_receiver_hears_keeps_its_job_in_the_queue() -> None:
+    """The receiver may be cut off. The next encoder to get the job finds out whether it is lost."""
+    clock, settled = FakeClock(), list[bytes]()
+    bus = MemoryNet(clock).bus("encoder-0")
+
+    async def settle(_reply: str, verb: bytes, timeout: float) -> None:
+        settled.append(verb)
+
+    bus.client.request = settle  # type: ignore[assignment, method-assign]
+    delivery = Delivery(bus, pulled(), job_for("prefill-0"), QueueLimits())
+    failed = EncodeFailed(REF.feature_id, delivery.job.job_id, "bad_media", "broken", retryable=False)
+    reporting = asyncio.create_task(jobs.report_failure(bus, delivery, failed, "broken", clock))
+    await clock.until(reporting.done)
+    assert [verb[:5] for verb in settled] == [b"-NAK "]
 
 
 async def test_a_failure_that_is_not_confirmed_keeps_its_job_in_the_queue() -> None:

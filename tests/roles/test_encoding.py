@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -458,7 +459,7 @@ class Pod:
         self.queue = EncodeQueue(bus, LIMITS)
         self.service = EncoderService(
             *(bus, self.queue, self.encoding.pipeline, ["image"]),
-            JobClaims(bus, incarnation, alive.get),
+            JobClaims(bus, incarnation, alive.get, lambda _: math.inf),
             MAX_ATTEMPTS,
             metrics=self.encoding.metrics,
             tracing=Tracing("t", "t", "t", None),

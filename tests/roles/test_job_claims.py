@@ -31,10 +31,17 @@ class World:
         self.net = MemoryNet(self.clock)
         self.runs = JobRuns()
         self.alive = {"prefill-0": "i1", OTHER: "i1", "encoder-1": "i1"}
+        self.lost_at = 0.0  # pods that are not alive
         now = self.clock.unix()
         self.job = EncodeJob("job", REF, "gateway-0", "prefill-0", "i1", now + 60, now, "r")
-        self.other = JobClaims(self.net.bus(OTHER), "i1", self.alive.get, self.clock)
-        self.claims = JobClaims(self.net.bus("encoder-1"), "i1", self.alive.get, self.clock)
+        self.other = self.claims_of(OTHER, "i1")
+        self.claims = self.claims_of("encoder-1", "i1")
+
+    def claims_of(self, encoder: str, incarnation: str) -> JobClaims:
+        def silent_seconds(_: str) -> float:
+            return self.clock.now() - self.lost_at
+
+        return JobClaims(self.net.bus(encoder), incarnation, self.alive.get, silent_seconds, self.clock)
 
     async def receive(self) -> None:
         async def check(asked: EncodeCheck) -> EncodeWanted:
@@ -112,7 +119,7 @@ async def test_an_encoder_that_restarted_takes_its_own_job_again(world: World) -
     """It reaches itself under the name of the process that died, which ran the job."""
     await world.serve_other(takes)
     world.alive[OTHER] = "i2"
-    world.claims = JobClaims(world.net.bus(OTHER), "i2", world.alive.get, world.clock)
+    world.claims = world.claims_of(OTHER, "i2")
     assert await world.claim() == 2
 
 
@@ -194,13 +201,43 @@ async def test_a_first_delivery_proves_nothing_once_another_run_is_known(world: 
     assert await world.claim(is_first=True) == "unclear"
 
 
-async def test_a_job_of_a_lost_receiver_is_not_claimed() -> None:
+async def hangs_on_checks(_: EncodeCheck) -> EncodeWanted:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("is_subscribed", [False, True], ids=["no connection", "half a connection"])
+async def test_a_receiver_that_is_cut_off_is_lost_after_a_while(is_subscribed: bool) -> None:
+    """Its jobs are left in the queue until then, whatever the server knows of its connection."""
     world = World()
+    if is_subscribed:
+        bus = world.net.bus("prefill-0")
+        await bus.serve(bus.subjects.encode_wanted("prefill-0"), EncodeCheck, hangs_on_checks)
     del world.alive["prefill-0"]
+    world.lost_at = world.clock.now()
+    assert await world.claim(is_first=True) == "unclear"
+    await world.clock.let_pass(job_claims.RECEIVER_PATIENCE_SECONDS - 4 * job_claims.REPLY_SECONDS)
+    assert await world.claim() == "unclear"
+    world.alive["prefill-0"] = "i1"
+    assert await world.claim(is_first=True) == 1, "it is back"
+    del world.alive["prefill-0"]
+    await world.clock.let_pass(4 * job_claims.REPLY_SECONDS)
     with pytest.raises(ReceiverGoneError, match="prefill-0"):
         await world.claim(is_first=True)
-    await world.claims._reconnected()
-    assert await world.claim() == "unclear", "it may not have reconnected yet"
+
+
+async def test_a_receiver_that_answers_is_not_lost_without_heartbeats(world: World) -> None:
+    del world.alive["prefill-0"]
+    await world.other.report_end(world.job, failed=False)
+    assert await world.claim() == 1
+
+
+async def test_a_receiver_that_restarted_is_lost_at_once() -> None:
+    world = World()
+    world.alive["prefill-0"] = "i2"
+    world.lost_at = world.clock.now()
+    with pytest.raises(ReceiverGoneError, match="prefill-0"):
+        await world.claim(is_first=True)
 
 
 async def test_a_job_that_nobody_waits_for_is_not_claimed() -> None:

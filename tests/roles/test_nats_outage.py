@@ -20,11 +20,9 @@ async def test_free_slots_take_jobs_as_soon_as_the_server_is_back(
     async with deployed(connect, own_nats_server, encoders=2) as deployment:
         slots = 2 * deployment.slots
         first = [job(number) for number in range(slots // 2)]
-        await deployment.publish(*first)
-        await until(lambda: len(deployment.begun) == len(first))
+        await deployment.run(*first)
         await deployment.outages_until(lambda: len(deployment.redelivered) == len(first), freezes)
-        await deployment.publish(*(job(number) for number in range(slots // 2, slots)))
-        await until(lambda: len(deployment.begun) == slots)
+        await deployment.run(*(job(number) for number in range(slots // 2, slots)))
         await deployment.until_done()
         assert set(deployment.begun.values()) == {1}, "joined, not repeated"
         assert not deployment.failures
@@ -32,9 +30,7 @@ async def test_free_slots_take_jobs_as_soon_as_the_server_is_back(
 
 
 async def test_outages_never_give_up_a_healthy_medium(own_nats_server: NatsServer, connect: Connect) -> None:
-    async with deployed(connect, own_nats_server, encoders=3) as deployment:
-        await deployment.publish(job(0))
-        await until(lambda: deployment.begun)
+    async with deployed(connect, own_nats_server, encoders=3, running=[job(0)]) as deployment:
         await deployment.outages_until(lambda: deployment.redelivered["job-0"] > MAX_ATTEMPTS)
         await deployment.until_done()
         assert deployment.begun == {"job-0": 1}
@@ -45,14 +41,12 @@ async def test_a_stored_copy_is_left_to_the_encoder_that_runs_the_job(
     own_nats_server: NatsServer, connect: Connect
 ) -> None:
     """A server that lost its messages gets the job again, while an encoder still runs it."""
-    async with deployed(connect, own_nats_server, encoders=2) as deployment:
-        await deployment.publish(job(0))
-        await until(lambda: deployment.begun)
-        copies = itertools.count()
+    async with deployed(connect, own_nats_server, encoders=2, running=[job(0)]) as deployment:
+        copies = itertools.count(1)
 
         async def has_met_the_other_encoder() -> bool:
             """The encoder that runs the job joins a copy, and the other one leaves it, so that it is delivered again."""
-            await deployment._queue._publish(job(0), message_id=f"copy-{next(copies)}")
+            await deployment._queue.publish(job(0), copy=next(copies))
             return bool(deployment.redelivered)
 
         await until(has_met_the_other_encoder, pause_seconds=0.2)

@@ -139,7 +139,10 @@ class Encoder:
         tracing = Tracing("test", "test", "test", None)
         self.service = EncoderService(
             *(self.bus, queue, self.pipeline, ["image"]),
-            JobClaims(self.bus, world.net.incarnations[name], world.net.incarnations.get),
+            JobClaims(
+                *(self.bus, world.net.incarnations[name], world.net.incarnations.get),
+                world.net.silent_seconds,
+            ),
             *(3, metrics, tracing),
         )
         self.draining = False
@@ -214,7 +217,7 @@ class Prefill:
         bus: Any = PodBus(world.net, name)
         queue: Any = PodQueue(bus)
         self.source = QueueSource(
-            *(bus, name, world.net.incarnations[name], queue, world.holders, self.store),
+            *(bus, name, world.net.incarnations[name], queue, world.holders, lambda: 0, self.store),
             *(4096, 1024, JOB_SECONDS, 2.0, Metrics(["prefill"])),
         )
         self.main: list[asyncio.Task[None]] = []

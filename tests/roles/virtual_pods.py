@@ -167,6 +167,7 @@ class Net:
         self.queue: dict[int, _Queued] = {}  # by number
         self._numbers = itertools.count(1)
         self.incarnations: dict[str, str] = {}
+        self._killed_at: dict[str, float] = {}
         self._published: set[str] = set()
 
     def unlucky(self) -> bool:
@@ -175,9 +176,13 @@ class Net:
     def kill(self, pod: str) -> None:
         """Its messages reach nobody, and it hears nothing."""
         self.incarnations.pop(pod, None)
+        self._killed_at[pod] = asyncio.get_running_loop().time()
         self.served = {subject: one for subject, one in self.served.items() if one[0] != pod}
         for subscriptions in self.subscriptions.values():
             subscriptions -= {one for one in subscriptions if one.pod == pod}
+
+    def silent_seconds(self, pod: str) -> float:
+        return asyncio.get_running_loop().time() - self._killed_at[pod]
 
     def enqueue(self, job: EncodeJob, message_id: str) -> None:
         if message_id not in self._published:
@@ -310,13 +315,13 @@ class PodQueue:
         self._net = bus.net
         self.last_batch = 0
 
-    async def publish(self, job: EncodeJob) -> None:
+    async def publish(self, job: EncodeJob, copy: int = 0) -> None:
         await asyncio.sleep(LATENCY_SECONDS)
         fate = self._net.rng.random() / max(self._net.faults, 1e-9)
         if fate < 0.5:
             raise OverloadedError("the queue is full")
         if fate > 1 or fate < 0.75:
-            self._net.enqueue(job, job.job_id)
+            self._net.enqueue(job, f"{job.job_id}.{copy}")
         if fate < 1:
             raise DeadlineError("not confirmed")
 

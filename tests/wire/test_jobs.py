@@ -193,6 +193,23 @@ async def test_a_delivery_is_kept_alive_three_times_within_the_wait() -> None:
     assert sent == [b"+WPI"] * 3
 
 
+async def test_a_delivery_is_kept_alive_after_a_connection_that_failed(monkeypatch) -> None:
+    clock, sent = FakeClock(), list[bytes]()
+    delivery = recorded_delivery(clock, sent)
+    publish, faults = delivery._bus.client.publish, [RuntimeError("the handler is closed")]
+
+    async def fail_once(*arguments) -> None:
+        if faults:
+            raise faults.pop()
+        await publish(*arguments)
+
+    monkeypatch.setattr(delivery._bus.client, "publish", fail_once)
+    async with delivery.keep_alive():
+        await clock.let_pass(PATIENT.ack_wait_seconds)
+    assert sent
+    assert set(sent) == {b"+WPI"}
+
+
 async def test_a_delivery_given_back_is_not_kept_alive_any_longer() -> None:
     """The queue would deliver it after the acknowledgement wait, not after the delay."""
     clock, sent = FakeClock(), list[bytes]()
@@ -209,7 +226,7 @@ async def test_a_joined_delivery_leaves_the_queue_with_its_job(queue, connect):
     (running,) = await queue.pull(MODALITIES, batch=1, wait=2)
     (again,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)  # after the wait
     running.join(again)
-    await queue._publish(job("a"), message_id="the first is forgotten")
+    await queue.publish(job("a"), copy=1)
     (copy,) = await queue.pull(MODALITIES, batch=1, wait=DEADLINE_SECONDS)
     running.join(copy)
     assert (again.is_first, copy.is_first, len(running._replies)) == (False, True, 2)
@@ -243,6 +260,17 @@ async def test_a_job_given_back_is_queued_once_across_restarts(own_nats_server, 
         return True
 
     await until(is_published, retried=(DeadlineError, PeerLostError))
+    assert (await queue.depth())["image"].jobs == 1
+
+
+async def test_a_job_that_was_terminated_is_queued_again_as_another_copy(queue):
+    await queue.publish(job("a"))
+    (delivery,) = await queue.pull(MODALITIES, batch=1, wait=2)
+    await delivery.terminate("its receiver is lost")
+    await queue.publish(job("a"))
+    assert (await queue.depth())["image"].jobs == 0, "a duplicate"
+    for _ in range(2):
+        await queue.publish(job("a"), copy=1)
     assert (await queue.depth())["image"].jobs == 1
 
 

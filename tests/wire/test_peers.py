@@ -10,7 +10,15 @@ from mmd_api.contract.errors import DeadlineError, OverloadedError
 from mmd_api.contract.load import PodLoad
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.messages.every_pod import Heartbeat
-from mmd_workers.wire.peers import CLOSE_SECONDS, MAX_PODS, Heartbeater, PeerDirectory, PeerTable, sent_now
+from mmd_workers.wire.peers import (
+    ABSENCE_SECONDS,
+    CLOSE_SECONDS,
+    MAX_PODS,
+    Heartbeater,
+    PeerDirectory,
+    PeerTable,
+    sent_now,
+)
 from support.harness.clock import FakeClock
 from support.harness.waiting import DEADLINE_SECONDS, until
 from support.serving.memory_bus import MemoryNet
@@ -83,6 +91,51 @@ def test_the_number_of_pods_is_bounded():
         table.record(replace(BEAT, pod=f"p{i}"), 0.0)
     assert len(table.heartbeats()) == MAX_PODS
     assert table.refused == 3
+
+
+def test_a_pod_is_silent_from_its_loss_until_it_is_back() -> None:
+    table = PeerTable(2.0)
+    table.tick(0.0)
+    assert table.silent_seconds("d-0", 0.0) == 0.0, "nothing has been heard yet"
+    table.forgive(1.0)
+    assert table.silent_seconds("d-0", 3.0) == 2.0, "it was not heard since"
+    table.record(BEAT, 3.0)
+    assert table.silent_seconds("d-0", 4.0) == 0.0
+    for now in range(4, 10):
+        table.tick(float(now))
+    assert table.silent_seconds("d-0", 10.0) == 3.0, (
+        "it counted as stopped until 4.0, and d-0 as lost from 7.0"
+    )
+    table.tick(10.0, connected=False)
+    assert table.silent_seconds("d-0", 11.0) == 1.0, "it could not be heard"
+    table.record(BEAT, 11.0)
+    assert table.silent_seconds("d-0", 20.0) == 0.0
+
+
+def test_the_record_of_lost_pods_is_bounded() -> None:
+    table = PeerTable(2.0)
+    table.forgive(0.0)
+    for generation in range(3):
+        for i in range(MAX_PODS // 2):
+            table.record(replace(BEAT, pod=f"p{generation}-{i}"), 4.0 * generation)
+        for pause in range(1, 5):
+            table.tick(4.0 * generation + pause)
+    assert len(table._silences) == MAX_PODS
+    assert [table.silent_seconds(f"p{generation}-0", 12.0) for generation in range(3)] == [12.0, 5.0, 1.0]
+
+
+@pytest.mark.parametrize("timeout", [0.3, 2.5, 60.0])
+@pytest.mark.parametrize("stalls", [False, True], ids=["disconnected", "stopped"])
+def test_only_a_long_time_without_contact_is_an_absence(timeout: float, stalls: bool) -> None:
+    table, now = PeerTable(timeout), 0.0
+    table.tick(now)
+    for seconds, absences in ((ABSENCE_SECONDS, 0), (4 * ABSENCE_SECONDS, 1), (ABSENCE_SECONDS, 1)):
+        end = now + seconds
+        while not stalls and (now := now + table.tick_seconds) < end:
+            table.tick(now, connected=False)
+        for now in (end, end + table.tick_seconds):
+            table.tick(now)
+        assert table.absences == absences
 
 
 class Process:

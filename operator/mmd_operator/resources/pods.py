@@ -188,7 +188,7 @@ def resources(wanted: Resources) -> Manifest:
 
 
 def threads(wanted: Resources) -> int:
-    """Compute threads for the CPU request, rounded down but at least 1; 0 (no request): as many as the machine has."""
+    """Compute threads for the CPU request, rounded down but at least 1; 0 (no request): as many as the container may use."""
     if wanted.cpu is None:
         return 0
     cores = Decimal(wanted.cpu[:-1]) / 1000 if wanted.cpu.endswith("m") else Decimal(wanted.cpu)

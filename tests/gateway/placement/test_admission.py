@@ -28,7 +28,7 @@ from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.gateway.placement.work import REQUESTS_PER_POD, Capacity, Encoders, Size
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages.message_parts import Sampling
-from support.harness.waiting import DEADLINE_SECONDS
+from support.harness.waiting import DEADLINE_SECONDS, until
 
 ONE_POD = Capacity(
     encoders=Encoders(1),
@@ -119,6 +119,56 @@ async def test_of_several_sequences_the_last_first_token_makes_room(door: Door) 
     assert asked[-1].is_waiting
     asked[0].first_token()
     assert not asked[-1].is_waiting
+
+
+class Faulty:
+    """The capacity of pods, which cannot be read the first `faults` times."""
+
+    def __init__(self, faults: int) -> None:
+        self.faults = faults
+
+    def __call__(self) -> Capacity:
+        self.faults -= 1
+        if self.faults >= 0:
+            raise LookupError("no such pod")
+        return replace(ONE_POD, prefill_pods=2)
+
+
+async def test_requests_that_wait_start_although_checks_have_failed(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [door.ask("flood") for _ in range(AT_ONCE + 1)]
+    door.admissions._read_capacity = Faulty(3)
+    door.now += 1.0
+    await until(lambda: not asked[-1].is_waiting)
+    assert door.metrics.errors.labels(MmdError.code)._value.get() == 3
+    assert "starting waiting requests failed: LookupError: no such pod" in caplog.text
+    await door.admissions.close()
+
+
+async def test_a_fault_in_a_check_fails_no_request_whose_end_led_to_it(door: Door) -> None:
+    asked = [door.ask("flood") for _ in range(AT_ONCE + 1)]
+    door.admissions._read_capacity = Faulty(1)
+    door.now += 1.0
+    asked[0].release()
+    assert asked[-1].is_waiting
+    asked[1].first_token()
+    assert not asked[-1].is_waiting
+
+
+async def test_a_request_that_fails_while_it_is_queued_leaves_nothing(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> float:
+        raise LookupError("no such pod")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door.admissions, "max_seconds", fails)
+        with pytest.raises(LookupError):
+            door.ask("flood")
+    assert not door.admissions._admissions
+    assert not door.admissions._requests_by_tenant
+    assert door.admissions._room.is_empty
 
 
 async def test_a_newcomer_starts_before_those_that_wait_of_a_flood(door: Door) -> None:

@@ -49,10 +49,12 @@ async def slow_worker(nats_url: str, frontend: HfFrontend, pods: Pods) -> Script
 async def test_a_flood_delays_no_quiet_tenant_and_a_kill_forgets_no_tokens(
     own_nats_server: NatsServer, tmp_path: Path, frontend: HfFrontend
 ) -> None:
-    quiet, flood, spent = new_key(), new_key(), new_key()
+    """The gateways know each other first: one that appears halves the room of the other, also where a flood has it already."""
+    quiet, flood, spent, probe = new_key(), new_key(), new_key(), new_key()
     keys = tmp_path / "keys.yaml"
     limits = {"limits": {"tokensPerDay": 30}}
-    write(keys, tenant("quiet", quiet), tenant("flood", flood), tenant("spent", spent, **limits))
+    probed = tenant("probe", probe, limits={"requestsPerMinute": 1})
+    write(keys, tenant("quiet", quiet), tenant("flood", flood), tenant("spent", spent, **limits), probed)
     folders = [tmp_path / name for name in ("first", "second", "third")]
     for folder in folders:
         folder.mkdir()
@@ -64,8 +66,10 @@ async def test_a_flood_delays_no_quiet_tenant_and_a_kill_forgets_no_tokens(
     worker = await slow_worker(own_nats_server.url, frontend, pods)
     async with gateway(folders[0], "gateway-0") as (_, first):
         async with gateway(folders[1], "gateway-1") as (child, second):
-            for client in (first, second):
-                await until_ready(client, True, "/ready")
+            pods.go.set()
+            await until_they_know_each_other((first, second), probe)
+            pods.go.clear()
+            pods.taken.clear()
 
             def ask(client: httpx.AsyncClient, body: dict, key: str) -> asyncio.Task[httpx.Response]:
                 return asyncio.create_task(

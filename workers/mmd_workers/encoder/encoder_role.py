@@ -150,7 +150,7 @@ class EncoderRole(Part):
             pod.encode_queue(),
             self._pipeline,
             sorted(self._model.modalities),
-            JobClaims(pod.bus, pod.settings.incarnation, self._incarnation_of),
+            JobClaims(pod.bus, pod.settings.incarnation, self._incarnation_of, pod.directory.silent_seconds),
             max_attempts=pod.encoder_spec.max_deliveries,
             metrics=pod.metrics,
             tracing=pod.tracing,

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 PULL_WAIT_SECONDS = 1.0
 RETRY_SECONDS = (0.1, 1.0)  # first and longest pause between two tries of one job
 CRASH_RETRY_SECONDS = 0.5
-UNKNOWN_RETRY_SECONDS = 1.0  # until a job is claimed again whose receiver or encoder does not answer
+UNKNOWN_RETRY_SECONDS = 1.0  # until a job is delivered again whose receiver or encoder does not answer
 SUSPECT_RETRY_SECONDS = 0.1  # until a job is delivered again that met another one that has to run alone
 CHECK_SECONDS = 1.0  # interval between checks whether a job is still wanted
 ABANDON_REPORT_SECONDS = 2.0  # limit for reporting an end, so that time remains to give the job back
@@ -209,6 +209,10 @@ class EncoderService:
                             f"feature {feature_id[:16]} was evicted before its turn to be sent"
                         )
                     await self._while_wanted(job, self._serve(job), is_claimed=False)
+            except RunUnclearError:
+                log.info(
+                    "%s, which asked for the cached feature for %s, is away", job.receiver, job.request_id
+                )
             except MmdError as error:
                 log.info("failed to deliver the cached feature for %s: %s", job.request_id, error.message)
                 self._metrics.encode_jobs.labels(modality, error.code).inc()
@@ -243,7 +247,9 @@ class EncoderService:
                         await self._while_wanted(job, self._serve(job))
             except RunsElsewhereError:
                 return  # its encoder keeps it alive; if that encoder ends, the job is delivered again
-            except RunUnclearError:
+            except (
+                RunUnclearError
+            ):  # a run that began here is known at the receiver, and is found to have ended
                 await delivery.retry(UNKNOWN_RETRY_SECONDS)
                 return
             except ReceiverGoneError as error:
@@ -386,8 +392,7 @@ class EncoderService:
                     raise
                 if time.time() + pause > job.deadline:
                     raise
-                if isinstance(error, PeerLostError):
-                    self._claims.check_peers(job, needs_gateway=feature is None)
+                self._claims.check_peers(job, error, needs_gateway=feature is None)
                 log.info(
                     "encode job of %s failed, retrying in %.1f s: %s", job.request_id, pause, error.message
                 )

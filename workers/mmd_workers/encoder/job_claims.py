@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mmd_api.contract.errors import MediaGoneError, MmdError, PeerLostError, ReceiverGoneError
+from mmd_api.contract.errors import DeadlineError, MediaGoneError, MmdError, PeerLostError, ReceiverGoneError
 from mmd_workers.basics.clock import SYSTEM_CLOCK, Clock
 from mmd_workers.wire.bus import Bus
 from mmd_workers.wire.messages.encoder import EncodeJob, EncodeTaken
@@ -21,6 +21,8 @@ END_REPORT_SECONDS = 5.0  # limit for reporting the end of a run
 REPORT_PAUSE_SECONDS = 0.25
 MAX_ENDED_RUNS = 4  # reported in one claim; more only if other encoders claim the job meanwhile
 RECONNECT_SECONDS = 5.0  # for other pods to reconnect, too; until then, none counts as lost
+# A lost receiver may be cut off from NATS. Its client notices that within 15 s, and has then to reconnect.
+RECEIVER_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,14 @@ class RunsElsewhereError(Exception):
 
 
 class RunUnclearError(Exception):
-    """Who runs the job cannot be determined now."""
+    """Who runs the job, or whether anybody needs it, cannot be determined now."""
 
 
 class JobClaims:
     """The jobs of one encoder, as their receivers know them. A run begins with a claim and ends with the feature, or with a report.
 
-    `incarnation_of(pod)` returns the incarnation of a pod with recent heartbeats, or None.
+    `incarnation_of(pod)` returns the incarnation of a pod with recent heartbeats, or None. `silent_seconds(pod)` returns for how long a pod
+    has been without them, not counting the time in which this process could not have heard it.
     """
 
     def __init__(
@@ -50,11 +53,13 @@ class JobClaims:
         bus: Bus,
         incarnation: str,
         incarnation_of: Callable[[str], str | None],
+        silent_seconds: Callable[[str], float],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._bus = bus
         self._run = EncodeRun(bus.client_name, incarnation)
         self._incarnation_of = incarnation_of
+        self._silent_seconds = silent_seconds
         self._clock = clock
         self._reconnected_at: float | None = None
         bus.on_reconnect(self._reconnected)
@@ -68,15 +73,14 @@ class JobClaims:
         Raises:
             ReceiverGoneError: nothing waits for the feature any longer.
             RunsElsewhereError: another encoder runs the job or has its feature.
-            RunUnclearError: whether one does cannot be determined now.
+            RunUnclearError: whether one does, or whether the receiver is lost, cannot be determined now.
         """
         ended, failed = None, False
         for _ in range(MAX_ENDED_RUNS):
             try:
                 answer = await self._check(job, run=self._run, ended=ended, failed=failed)
             except MmdError as error:
-                if isinstance(error, PeerLostError):
-                    self.check_peers(job, needs_gateway=False)
+                self.check_peers(job, error, needs_gateway=False)
                 trusts_server = self._bus.is_connected and not self._has_just_reconnected()
                 if is_first and ended is None and trusts_server:
                     return Claim(1, is_recorded=False)
@@ -116,29 +120,34 @@ class JobClaims:
                         return
                     except MmdError as error:
                         reason = error.message
-                        if isinstance(error, PeerLostError) and self._has_lost_receiver(job):
-                            return  # nobody needs the job any longer
+                        if isinstance(error, PeerLostError) and self._misses_receiver(job):
+                            return  # it is lost, or the next encoder finds out
                     await self._clock.sleep(REPORT_PAUSE_SECONDS)
         log.warning(
             "%s did not confirm the end of a run of job %s, so it counts no attempt: %s",
             *(job.receiver, job.job_id, reason),
         )
 
-    def check_peers(self, job: EncodeJob, needs_gateway: bool) -> None:
-        """Raise an error if a peer that did not reply is lost; with recent heartbeats, it will recover.
+    def check_peers(self, job: EncodeJob, error: MmdError, needs_gateway: bool) -> None:
+        """Raise an error if `error` says that a peer did not reply, and one is lost; with recent heartbeats, it will recover.
 
         Raises:
             ReceiverGoneError: the pod that waits for the feature is lost.
+            RunUnclearError: that pod has no recent heartbeats, and may be back within `RECEIVER_PATIENCE_SECONDS`.
             MediaGoneError: `needs_gateway`, and the gateway that held the medium is lost.
         """
-        if self._has_lost_receiver(job):
-            raise ReceiverGoneError(f"{job.receiver}, which requested the feature, is lost")
+        if not isinstance(error, PeerLostError | DeadlineError):
+            return
+        if self._misses_receiver(job):
+            has_restarted = self._incarnation_of(job.receiver) is not None
+            if has_restarted or self._silent_seconds(job.receiver) >= RECEIVER_PATIENCE_SECONDS:
+                raise ReceiverGoneError(f"{job.receiver}, which requested the feature, is lost") from error
+            raise RunUnclearError from error
         if needs_gateway and self._incarnation_of(job.gateway) is None and not self._has_just_reconnected():
-            raise MediaGoneError(f"{job.gateway}, which held the medium, is lost")
+            raise MediaGoneError(f"{job.gateway}, which held the medium, is lost") from error
 
-    def _has_lost_receiver(self, job: EncodeJob) -> bool:
-        is_alive = self._incarnation_of(job.receiver) == job.receiver_incarnation
-        return not (is_alive or self._has_just_reconnected())
+    def _misses_receiver(self, job: EncodeJob) -> bool:
+        return self._incarnation_of(job.receiver) != job.receiver_incarnation
 
     async def _check(self, job: EncodeJob, **report: Any) -> EncodeWanted:
         """Ask the receiver. `report`: fields of `EncodeCheck`."""

@@ -110,6 +110,7 @@ class PrefillRole(Part):
             pod.settings.incarnation,
             pod.encode_queue(),
             self._encoders_with,
+            lambda: pod.directory.absences,
             store,
             window_bytes=embedding.window_kibibytes * 1024,
             chunk_bytes=embedding.chunk_kibibytes * 1024,

@@ -46,7 +46,7 @@ class QueueSource:
     """Publishes an encode job for every requested feature, and receives the features that encoders offer.
 
     `holders(feature_id)`: encoder pods that report that they have the feature or are making it, in the order in which to ask
-    them.
+    them. `absences()`: how often this pod was out of contact for so long that encoders may have dropped its jobs.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class QueueSource:
         incarnation: str,
         queue: EncodeQueue,
         holders: Callable[[str], Sequence[str]],
+        absences: Callable[[], int],
         store: FeatureStore,
         window_bytes: int,
         chunk_bytes: int,
@@ -68,6 +69,7 @@ class QueueSource:
         self._incarnation = incarnation
         self._queue = queue
         self._holders = holders
+        self._absences = absences
         self._store = store
         self._job_timeout = job_timeout_seconds
         self._metrics = metrics
@@ -152,13 +154,14 @@ class QueueSource:
 
         An encoder that turns out to have the feature, or to be making it for another pod, is asked for it meanwhile. A server that
         comes back may have lost its stored messages, so the job is published again: a copy that is still stored, or was stored
-        within the last two minutes, is not queued twice.
+        within the last two minutes, is not queued twice. After an absence of this pod encoders may have dropped the job: it is
+        published as another copy.
         """
-        is_published = False
+        is_published, first_absence = False, self._absences()
         while not arrival.done() and time.time() < job.deadline:
-            reconnection = self._reconnection
+            reconnection, absences = self._reconnection, self._absences()
             try:
-                await self._publish(job, arrival)
+                await self._publish(job, absences - first_absence, arrival)
             except OverloadedError:
                 if not is_published:
                     raise
@@ -168,6 +171,7 @@ class QueueSource:
             is_published = True
             while (
                 reconnection is self._reconnection
+                and absences == self._absences()
                 and not arrival.done()
                 and (remaining_seconds := job.deadline - time.time()) > 0
             ):
@@ -220,12 +224,12 @@ class QueueSource:
                 return
             await asyncio.wait([arrival], timeout=HOLDER_CHECK_SECONDS)
 
-    async def _publish(self, job: EncodeJob, arrival: asyncio.Future[Feature]) -> None:
+    async def _publish(self, job: EncodeJob, copy: int, arrival: asyncio.Future[Feature]) -> None:
         """Publish a job until the queue confirms it; repeating is safe. A full queue raises an error: the request retries."""
         pauses = Backoff(*PUBLISH_PAUSE_SECONDS)
         while not arrival.done():
             try:
-                await self._queue.publish(job)
+                await self._queue.publish(job, copy)
                 return
             except (DeadlineError, PeerLostError) as error:
                 if time.time() + (pause := pauses.next()) > job.deadline:

@@ -11,6 +11,7 @@ from pathlib import Path
 from mmd_api.contract import environment
 from mmd_api.contract.subjects import DEFAULT_INBOX, USERS, previous_of
 from mmd_api.pipeline import PipelineConfig
+from mmd_workers.basics.cores import usable_cores
 from mmd_workers.wire.login import Login, refuse_credentials_in
 
 # LeaderWorkerSet sets these in pods of a replica that spans several: how many, the place among them, and the host name of the leader.
@@ -73,8 +74,8 @@ class WorkerSettings:
 
     @property
     def compute_threads(self) -> int:
-        """Threads that one operation may use: all cores, if no number is set."""
-        return self.threads or os.cpu_count() or 1
+        """Threads that one operation may use: all cores of the container, if no number is set."""
+        return self.threads or usable_cores()
 
     @property
     def group_port(self) -> int:

@@ -138,11 +138,10 @@ class Delivery:
                         if self.is_leaving:  # this would delay a job that was given back
                             return
                         await self._bus.client.publish(reply, b"+WPI")
-                except nats_errors.Error as error:
+                except Exception as error:  # noqa: BLE001 - without this loop the job would be delivered again and again
                     _log.warning(
-                        "failed to extend the acknowledgement wait of job %s: %s",
-                        self.job.job_id,
-                        type(error).__name__,
+                        "failed to extend the acknowledgement wait of job %s: %s: %s",
+                        *(self.job.job_id, type(error).__name__, error),
                     )
 
         task = asyncio.create_task(extend(), name=f"keep-alive-{self.job.job_id}")
@@ -297,8 +296,10 @@ class EncodeQueue:
                 "cluster, that a majority of its servers is Ready and spec.nats.replicas is at most their number"
             ) from error
 
-    async def publish(self, job: EncodeJob) -> None:
-        """Queue a job. The same `job_id` within two minutes is queued once, across restarts of the server as long as it is stored.
+    async def publish(self, job: EncodeJob, copy: int = 0) -> None:
+        """Queue a job. The same `copy` of it within two minutes is queued once, across restarts of the server as long as it is stored.
+
+        Another copy is queued even if an encoder has taken the job off the queue meanwhile. Two that are queued run once.
 
         Raises:
             OverloadedError: the queue is full.
@@ -306,11 +307,8 @@ class EncodeQueue:
                 been queued; publishing again is safe.
             PeerLostError: no server, or one without JetStream.
         """
-        await self._publish(job, message_id=job.job_id)
-
-    async def _publish(self, job: EncodeJob, message_id: str) -> None:
         try:
-            answer = await self._send(job, message_id)
+            answer = await self._send(job, f"{job.job_id}.{copy}" if copy else job.job_id)
         except (nats_errors.NoRespondersError, nats_errors.TimeoutError, TimeoutError) as error:
             # Without a stream there is no reply if pullers listen for the core copies of jobs, otherwise "no responders".
             raise DeadlineError(
@@ -462,22 +460,21 @@ async def report_failure(
 ) -> None:
     """Report to the receiver that the feature will not come, then take the job off the queue.
 
-    Until the receiver confirms, the job stays queued, and the next encoder to get it reports again. A lost receiver needs no report.
+    Until the receiver confirms, the job stays queued, and the next encoder to get it reports again, unless the receiver is lost for good.
     """
-    job, times_lost = delivery.job, 0
+    job = delivery.job
     for _ in range(_REPORTS):
         try:
             subject = bus.subjects.encode_failed(job.receiver)
             await bus.request(subject, failed, Acknowledged, timeout=_CONFIRM_SECONDS)
             break
         except MmdError as error:
-            times_lost += isinstance(error, PeerLostError)
             _log.warning(
                 "failure report of job %s was not confirmed, retrying: %s", job.job_id, error.message
             )
             await clock.sleep(_POLL_SECONDS)
     else:
-        if times_lost < _REPORTS and clock.unix() < job.deadline:
+        if clock.unix() < job.deadline:
             await delivery.retry(_CONFIRM_SECONDS)
             return
     await delivery.terminate(reason)

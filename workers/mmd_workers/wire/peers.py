@@ -21,6 +21,9 @@ from mmd_workers.wire.messages.every_pod import Heartbeat
 
 MAX_PODS = 4096
 CLOSE_SECONDS = 1.0  # for a heartbeat on its way
+ABSENCE_SECONDS = (
+    5.0  # without contact; with the 15 s in which a client may not notice this, others may call this pod lost
+)
 _RETIRED_INCARNATIONS = 8
 _log = logging.getLogger(__name__)
 
@@ -58,7 +61,14 @@ class PeerTable:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
+        self.tick_seconds = timeout_seconds / 8
+        """Interval of `tick`."""
         self.refused = 0
+        self.absences = 0
+        """How often this process stood still or was disconnected for longer than `ABSENCE_SECONDS`."""
+        self._heard_at: float | None = None  # when it last did neither
+        self._silences: dict[str, float] = {}  # by lost pod: since when it is lost, oldest first
+        self._listening_since: float | None = None  # lost pods may have been lost before
         self._peers: dict[str, _Peer] = {}
         self._places: dict[str, int] = {}  # index in `_beats`, by pod; empty: to be rebuilt
         self._beats: list[Heartbeat] = []
@@ -71,6 +81,7 @@ class PeerTable:
             if len(self._peers) >= MAX_PODS:
                 self.refused += 1
                 return []
+            self._silences.pop(heartbeat.pod, None)
             self._peers[heartbeat.pod] = _Peer(heartbeat, now)
             self._places.clear()
             return [PeerEvent("appeared", heartbeat, None)]
@@ -91,16 +102,25 @@ class PeerTable:
         """Find lost pods. Silence proves nothing while this process is disconnected, or was itself stopped for half a timeout."""
         stalled = self._last_tick is not None and now - self._last_tick > self.timeout_seconds / 2
         self._last_tick = now
+        if connected:
+            if self._heard_at is not None and now - self._heard_at > ABSENCE_SECONDS + self.tick_seconds:
+                self.absences += 1
+            self._heard_at = now
         if stalled or not connected:
             self.forgive(now)
             return []
         lost = [pod for pod, peer in self._peers.items() if now - peer.last_seen > self.timeout_seconds]
         if lost:
             self._places.clear()
+            self._silences |= dict.fromkeys(lost, now)
+            for pod in list(self._silences)[:-MAX_PODS]:
+                del self._silences[pod]  # lost before the others, and not before `_listening_since`
         return [PeerEvent("lost", peer.heartbeat, peer.heartbeat) for peer in map(self._peers.pop, lost)]
 
     def forgive(self, now: float) -> None:
-        """Restart the timeout of every peer."""
+        """Restart the timeout of every peer, and the silence of every lost pod."""
+        self._listening_since = now
+        self._silences.clear()
         for peer in self._peers.values():
             peer.last_seen = now
 
@@ -115,6 +135,12 @@ class PeerTable:
         """The newest heartbeat of a pod, None if it is unknown or lost."""
         peer = self._peers.get(pod)
         return None if peer is None else peer.heartbeat
+
+    def silent_seconds(self, pod: str, now: float) -> float:
+        """Seconds for which a pod has been lost, as far as this process could have heard it; 0 for a pod that is not lost."""
+        if pod in self._peers or self._listening_since is None:
+            return 0.0
+        return now - self._silences.get(pod, self._listening_since)
 
 
 class PeerDirectory:
@@ -146,6 +172,7 @@ class PeerDirectory:
         )
         self._bus.on_reconnect(self._reconnected)
         await self._bus.flush()
+        self._table.forgive(self._clock.now())
         self._ticker = asyncio.create_task(self._tick_for_ever(), name="peer-directory")
 
     async def close(self) -> None:
@@ -174,6 +201,15 @@ class PeerDirectory:
         """Newest heartbeat of a pod, None if it is unknown or lost."""
         return self._table.get(pod)
 
+    def silent_seconds(self, pod: str) -> float:
+        """Seconds for which a pod has been lost or unknown, not counting those in which this process could not have heard it."""
+        return self._table.silent_seconds(pod, self._clock.now())
+
+    @property
+    def absences(self) -> int:
+        """How often this process was out of contact for so long that others may have called it lost."""
+        return self._table.absences
+
     async def wait_for(self, predicate: Callable[[PeerDirectory], bool], timeout: float) -> None:  # noqa: ASYNC109
         """Wait until `predicate(self)` holds; it is evaluated at every heartbeat and loss.
 
@@ -200,7 +236,7 @@ class PeerDirectory:
 
     async def _tick_for_ever(self) -> None:
         while True:
-            await self._clock.sleep(self._table.timeout_seconds / 8)
+            await self._clock.sleep(self._table.tick_seconds)
             try:
                 events = self._table.tick(self._clock.now(), self._bus.is_connected)
                 if events:

@@ -7,6 +7,7 @@ Independent of HTTP. `fair_queue` decides which request is next, `work` whether 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from mmd_api.contract.errors import MmdError, OverloadedError, TooManyRequestsError
 from mmd_api.contract.load import GatewayQueue
 from mmd_api.contract.pools import Modality
+from mmd_workers.basics.limited_log import RateLimitedLog
 from mmd_workers.gateway.access.keys import Access, KnownTenant
 from mmd_workers.gateway.placement.decode_claim import PATIENCE_SECONDS, DecodeClaim
 from mmd_workers.gateway.placement.fair_queue import WEIGHTS, FairQueue, Need, Waiting
@@ -24,6 +26,8 @@ from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.gateway.placement.work import Capacity, Room, Shares, Size, Started
 from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.messages.message_parts import Phase
+
+_log = logging.getLogger(__name__)
 
 MAX_QUEUE_SECONDS = 60.0
 """Maximum work in the queue. Less if requests would time out before it is done."""
@@ -117,6 +121,7 @@ class FairAdmission:
     ) -> None:
         self._access, self._gateways, self._read_capacity = access, access.gateways, capacity
         self._metrics, self._clock = metrics, clock
+        self._log = RateLimitedLog(_log)
         self.max_bytes = max_bytes
         self.request_timeout_seconds = request_timeout_seconds
         self._queue = FairQueue()
@@ -174,8 +179,12 @@ class FairAdmission:
             self._newest = name
         self._queue.add(waiting)
         self._start_what_may()
-        while (excess := self._queue.excess(self.max_seconds(), self.max_bytes, now)) is not None:
-            self._refuse(excess, self._too_much(excess))
+        try:
+            while (excess := self._queue.excess(self.max_seconds(), self.max_bytes, now)) is not None:
+                self._refuse(excess, self._too_much(excess))
+        except BaseException:
+            admission.release()
+            raise
         if admission.error is not None:
             admission.release()
             raise admission.error
@@ -334,6 +343,19 @@ class FairAdmission:
         return lacks
 
     def _start_what_may(self) -> None:
+        """Start waiting requests while there is room.
+
+        A fault is no fault of the request whose event came here. It is logged, and the rest starts with the next event or check.
+        """
+        try:
+            self._start_in_turn()
+        except Exception as error:  # noqa: BLE001 - without further checks, waiting requests might never start
+            self._metrics.errors.labels(MmdError.code).inc()
+            self._log.warning(
+                "start", f"starting waiting requests failed: {type(error).__name__}: {error}", error
+            )
+
+    def _start_in_turn(self) -> None:
         while self._queue.length and (waiting := self._next()) is not None:
             admission = self._admissions[waiting]
             admission.started = self._started(waiting, self._capacity_now())
