@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
@@ -30,6 +31,18 @@ _LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 CallName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _as_json(value: dict[str, Any]) -> str:
+    """The arguments of a call, encoded as JSON."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise PydanticCustomError("not_finite", "has a number that no float is; use a smaller one") from error
+
+
+JsonArguments = Annotated[dict[str, Any], AfterValidator(_as_json)]
+"""The arguments of a call that come as an object; JSON once they are validated."""
 
 
 def content_kind(value: object) -> str | None:

@@ -5,13 +5,12 @@ Independent of the network and the model.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mmd_workers.gateway.basics.strict import DISCARD, Explained, Ignored, NotServed, Strict, validated
@@ -29,6 +28,7 @@ from mmd_workers.gateway.content.conversation import (
     MAX_PARTS,
     OF_CONTENT,
     CallName,
+    JsonArguments,
     ToolCall,
     content_kind,
 )
@@ -152,21 +152,13 @@ def _source(
     return MediaSource(kind, f"{param}.source", given.as_url)
 
 
-def _arguments(value: dict[str, Any]) -> str:
-    """The arguments of a call, encoded as JSON."""
-    try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except ValueError as error:
-        raise PydanticCustomError("not_finite", "has a number that no float is; use a smaller one") from error
-
-
 class ToolUseBlock(Strict):
     """A call that the model made."""
 
     type: Literal["tool_use"]
     id: CallName
     name: CallName
-    input: Annotated[dict[str, Any], AfterValidator(_arguments)]
+    input: JsonArguments
     cache_control: CacheMark = None
     caller: Annotated[dict[str, Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
     toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
