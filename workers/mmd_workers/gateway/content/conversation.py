@@ -209,6 +209,36 @@ ROLES: tuple[str, ...] = tuple(get_args(member)[1].tag for member in get_args(ge
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+def check_continued(messages: Sequence[Message], begins_answer: bool | None, continues: bool | None) -> None:
+    """Check the fields `add_generation_prompt` and `continue_final_message` of a request.
+
+    Raises:
+        ApiError: they contradict each other or the last message; names the field.
+    """
+    fault, param = None, "continue_final_message"
+    if continues and begins_answer:
+        fault = (
+            "add_generation_prompt and continue_final_message exclude each other; set one of them to false"
+        )
+    elif continues:
+        last = messages[-1]
+        is_answer = isinstance(last, AnswerMessage) and not last.tool_calls
+        if not is_answer or (last.content is None and last.refusal is None):
+            param = f"messages[{len(messages) - 1}]"
+            fault = (
+                f"{param}: continue_final_message requires a last message of the assistant that has content and no tool_calls; "
+                "send one, or omit continue_final_message"
+            )
+    elif begins_answer is False:
+        param = "add_generation_prompt"
+        fault = (
+            "add_generation_prompt: false requires continue_final_message: true, since every other answer begins with a new message; "
+            "set both, or omit it"
+        )
+    if fault is not None:
+        raise ApiError(InvalidValueError(fault), param=param)
+
+
 def argument_marks(messages: Sequence[Message]) -> int:
     """Count the opening brackets, commas and colons in the arguments of tool calls: at least one for each value and key.
 
