@@ -12,13 +12,13 @@ from pydantic import Discriminator, Field, Tag
 from mmd_workers.gateway.api.responses.custom_tools import as_function_arguments
 from mmd_workers.gateway.api.responses.server_items import (
     OMITTED_TYPES,
-    AnsweredCall,
     ClientCall,
     ClientCallOutput,
     CodeInterpreterCall,
     FileSearchCall,
     McpCall,
     OmittedItem,
+    ServerToolCall,
 )
 from mmd_workers.gateway.basics.strict import DISCARD, Ignored, Strict
 from mmd_workers.gateway.content.conversation import (
@@ -217,7 +217,7 @@ class _Messages:
             text = "".join(part.text for part in item.content or ())
             self._thoughts += [text] if text else []
             self._reasoning_param = param
-        elif isinstance(item, AnsweredCall):
+        elif isinstance(item, ServerToolCall):
             if (result := item.result) is not None:
                 self._call(item.id, item.call_name, item.call_arguments, param)
                 self._result(item.id, result, param, "id")

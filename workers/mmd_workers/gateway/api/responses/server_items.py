@@ -37,7 +37,7 @@ class OmittedItem(_Item):
 OMITTED_TYPES: tuple[str, ...] = get_args(OmittedItem.model_fields["type"].annotation)
 
 
-class AnsweredCall(_Item):
+class ServerToolCall(_Item):
     """A call of a server's tool, with its result.
 
     In the prompt, `call_name` is the name of the tool, and `call_arguments` are JSON. `result`: None if the item does not show it.
@@ -68,7 +68,7 @@ class FoundText(_Item):
     text: str | None = None
 
 
-class FileSearchCall(AnsweredCall):
+class FileSearchCall(ServerToolCall):
     """A search in files of another server."""
 
     type: Literal["file_search_call"]
@@ -99,7 +99,7 @@ class InterpreterOutput(_Item):
     logs: str | None = None
 
 
-class CodeInterpreterCall(AnsweredCall):
+class CodeInterpreterCall(ServerToolCall):
     """Code that another server has run."""
 
     type: Literal["code_interpreter_call"]
@@ -122,7 +122,7 @@ class CodeInterpreterCall(AnsweredCall):
         return "\n".join(output.logs for output in self.outputs or () if output.logs)
 
 
-class McpCall(AnsweredCall):
+class McpCall(ServerToolCall):
     """A call of a tool of an MCP server."""
 
     type: Literal["mcp_call"]
