@@ -57,6 +57,19 @@ def test_each_part_of_a_pod_comes_after_those_it_builds_on(pod: Pod, parts: list
     assert [type(part).__name__ for part in parts_of(pod, torch.device("cpu"))] == parts
 
 
+@pytest.mark.parametrize(
+    ("pod", "parts"),
+    [
+        (pod_of("prefill", prefill=1), ["FeatureReports", "KvLinks", *SHARED, "PrefillRole"]),
+        (pod_of("decode"), ["FeatureReports", *SHARED, "PrefillRole"]),
+    ],
+    ids=["prefill", "decode"],
+)
+def test_a_model_of_text_alone_has_no_tower_where_it_has_no_encoder_pool(pod: Pod, parts: list[str]) -> None:
+    made = parts_of(pod, torch.device("cpu"), takes_media=False)
+    assert [type(part).__name__ for part in made] == parts
+
+
 def test_a_tower_yields_to_waiters_on_its_pods_native_engine() -> None:
     _, encoder, host, *_ = parts_of(pod_of("decode"), torch.device("cpu"))
     assert isinstance(encoder, EncoderRole)

@@ -27,6 +27,8 @@ from mmd_workers.basics.node import NODE
 from mmd_workers.caches.reports import FeatureReports
 from mmd_workers.decode.decode_role import DecodeRole
 from mmd_workers.encoder.encoder_role import EncoderRole
+from mmd_workers.features.source import NoMediaSource
+from mmd_workers.model import encoder as towers
 from mmd_workers.observe import bus as bus_watch
 from mmd_workers.observe.logs import configure, set_level
 from mmd_workers.observe.server import HttpServer, Progress, listen_address, routes
@@ -62,10 +64,14 @@ Python's default of 5 ms, each wait to get it back would take a third of a step.
 BLOCKING_THREADS = 64
 
 
-def parts_of(pod: Pod, device: torch.device) -> list[Part]:
-    """The parts of a pod in order of dependency: each comes after the parts it builds on."""
+def parts_of(pod: Pod, device: torch.device, *, takes_media: bool = True) -> list[Part]:
+    """The parts of a pod in order of dependency: each comes after the parts it builds on.
+
+    `takes_media`: False for a model of text alone, whose pods have no tower.
+    """
     parts: list[Part] = [FeatureReports(pod)] if "encode" in pod.roles or "prefill" in pod.roles else []
-    encoder = EncoderRole(pod, device) if "encode" in pod.roles or pod.encodes_small_media else None
+    encodes = takes_media and ("encode" in pod.roles or pod.encodes_small_media)
+    encoder = EncoderRole(pod, device) if encodes else None
     if encoder is not None:
         parts.append(encoder)
     if "prefill" not in pod.roles and "decode" not in pod.roles:
@@ -82,7 +88,7 @@ def parts_of(pod: Pod, device: torch.device) -> list[Part]:
     if decodes and links is not None:
         parts.append(DecodeRole(pod, engine, sequences, links))
     if "prefill" in pod.roles:
-        source = encoder.local_source if encoder is not None else None
+        source = encoder.local_source if encoder is not None else None if takes_media else NoMediaSource
         parts.append(PrefillRole(pod, engine, sequences, None if decodes else links, source))
     return parts
 
@@ -199,7 +205,11 @@ class Worker:
     async def _load(self) -> None:
         """Load only the weights that these roles need."""
         torch.set_num_threads(self.settings.compute_threads)
-        self._parts = parts_of(self.pod, chosen_device(self.settings.gpus, self.pod.pool))
+        device, roles = chosen_device(self.settings.gpus, self.pod.pool), self.pod.roles
+        needs_no_tower = False
+        if "encode" in roles and roles != ("encode",):  # a model of text alone needs no encoder pool
+            needs_no_tower = not await asyncio.to_thread(towers.takes_media, self.pod.spec.model)
+        self._parts = parts_of(self.pod, device, takes_media=not needs_no_tower)
         for part in self._parts:
             await part.load_weights()
 

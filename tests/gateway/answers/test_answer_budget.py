@@ -221,7 +221,7 @@ def make_answer(frontend: HfFrontend, kind: str, top: int, num_tokens: int) -> N
     spec = SequenceSpec("chatcmpl-0123456789abcdef0123456789abcdef.0", [1], [], sampling, 0.0, 2.0**40)
     sequence = ServedSequence(spec, RouteRequest("r", 1, num_tokens), Timeline("r", 0.0), asyncio.Event())
     sequence.state.place("gateway-0", "decode-0", [])
-    stream = ChoiceStream(0, sequence, frontend, [], logprobs=True, token_ids=True)
+    stream = ChoiceStream(0, sequence, frontend, [], num_logprobs=20, token_ids=True)
     whole = CompleteChoice(0, logprobs=True)
     ids = list(range(300, 1000))
 

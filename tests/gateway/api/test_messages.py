@@ -43,6 +43,10 @@ async def create(client: AsyncAnthropic, **options: Any) -> anthropic.types.Mess
     return await client.messages.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 64, **options})
 
 
+FORM: dict[str, Any] = {
+    "type": "json_schema",
+    "schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
 USED = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1, "b": 2}}
 NUMBERS = {
     "type": "object",
@@ -178,6 +182,31 @@ async def test_a_conversation_is_the_same_prompt_as_in_a_chat(launch: Launch, cl
         counted = await client.messages.count_tokens(model=MODEL, **asked)
         assert counted.input_tokens == len(expected)
     assert len(worker.requests[-1].features) == 1
+
+
+async def test_the_form_of_the_answer_may_be_in_the_field_of_earlier_clients(
+    launch: Launch, clients: Any
+) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(TEXT)
+    await create(clients(gateway), extra_body={"output_format": FORM})
+    await create(clients(gateway), output_config={"format": FORM, "effort": "low"})
+    assert worker.requests[0].sampling.grammar == worker.requests[1].sampling.grammar
+    assert json.loads(worker.requests[0].sampling.grammar.source) == FORM["schema"]
+
+
+async def test_the_answer_continues_the_last_message_of_the_assistant(launch: Launch, clients: Any) -> None:
+    gateway = await launch()
+    worker = await gateway.worker(" red circle")
+    begun = {"role": "assistant", "content": "the big"}
+    for content in ("the big", [{"type": "text", "text": "the big"}]):
+        message = await create(clients(gateway), messages=[*HELLO, {**begun, "content": content}])
+        assert message.content[0].text == " red circle"
+        assert gateway.tokenizer.decode(worker.requests[-1].token_ids).endswith("assistant\nthe big")
+    counted = await gateway.http.post(
+        "/v1/messages/count_tokens", json={"model": MODEL, "messages": [*HELLO, begun]}
+    )
+    assert counted.json()["input_tokens"] == len(worker.requests[-1].token_ids)
 
 
 async def test_how_to_sample_reaches_the_worker(launch: Launch, clients: Any) -> None:
@@ -324,8 +353,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "the first of two": ({"mcp_servers": [{}], "container": "x"}, "mcp_servers is not supported"),
     "the second of two": ({"container": "x", "mcp_servers": [{}]}, "container is not supported"),
     "a begun answer": (
-        {"messages": [*HELLO, {"role": "assistant", "content": "I"}]},
-        "messages.1: the answer cannot go on in a message of the assistant",
+        {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "I"}, USED]}]},
+        "messages.1: the answer cannot go on after calls of tools",
     ),
     "another role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
     "an image as system": (
@@ -335,6 +364,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a schema that cannot be enforced": (
         {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
         "output_config.format.schema: ",
+    ),
+    "a schema of earlier clients that cannot be enforced": (
+        {"output_format": {"type": "json_schema", "schema": {"not": {}}}},
+        "output_format.schema: ",
+    ),
+    "two forms": (
+        {"output_format": FORM, "output_config": {"format": FORM}},
+        "output_format: set output_config.format or output_format, not both",
+    ),
+    "a form of another API": (
+        {"output_format": {"type": "json_object"}},
+        "output_format.type: ",
     ),
     "a long prompt": (
         {"messages": [*HELLO, {"role": "user", "content": "red circle " * 2000}]},

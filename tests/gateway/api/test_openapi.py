@@ -85,7 +85,12 @@ TOOLS: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/responses": [
         {"type": "function", **FUNCTION},
-        {"type": "namespace", "name": "g", "tools": [{"type": "function", **FUNCTION}]},
+        {"type": "custom", "name": "f", "format": {"type": "text"}},
+        {
+            "type": "namespace",
+            "name": "g",
+            "tools": [{"type": "function", **FUNCTION}, {"type": "custom", "name": "f"}],
+        },
         {"type": "web_search", "external_web_access": True},
         {"type": "tool_search", "execution": "server"},
     ],
@@ -101,7 +106,8 @@ MISSPELT: dict[str, list[dict[str, Any]]] = {
     "/v1/responses": [
         {"type": "web-search", "name": "f"},
         {"type": "web_serch"},
-        {"type": "custom", "name": "f"},
+        {"type": "custom", **FUNCTION},
+        {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex"}},
         {"type": "function", **FUNCTION, "defer_load": True},
         {"type": "namespace", "name": "g"},
         {"type": "namespace", "name": "g", "tools": [{"type": "web_search"}]},

@@ -386,7 +386,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "tools[1]",
         "mcp runs on OpenAI's servers, and this server runs no tools; send the tools of the MCP server as functions",
     ),
-    "encrypted reasoning alone": ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input", "has only reasoning that cannot be read here"),
+    "encrypted reasoning alone": ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input", "has only reasoning and calls that cannot be read here"),
+    "a search alone": ({"input": [{"type": "web_search_call", "id": "1", "status": "completed"}]}, "input", "has only reasoning and calls that cannot be read here"),
+    "a custom tool in Lark": (
+        {"tools": [ADD, {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
+        "tools[1].format.syntax",
+        "grammars in Lark's syntax are not supported; use regex, or omit the format",
+    ),
+    "a custom tool in no syntax": (
+        {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "ebnf", "definition": "a"}}]}, "tools[0].format.syntax", "'regex'"
+    ),
+    "an expression that is none": (
+        {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex", "definition": "("}}]}, "tools", "cannot be compiled"
+    ),
+    "a custom tool with parameters": ({"tools": [{**ADD, "type": "custom"}]}, "tools[0].parameters", "unknown field tools[0].parameters; remove it"),
+    "a custom tool with the name of a function": ({"tools": [ADD, {"type": "custom", "name": "add"}]}, "tools[1].name", "another tool has the name 'add'"),
+    "an unknown custom tool": ({"tools": [ADD], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice.name", "no tool has the name 'f'"),
+    "the output of no custom call": ({"input": [{"type": "custom_tool_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id", "no tool call before"),
+    "half a call of another server": ({"input": [{"type": "mcp_call", "id": "1", "name": "f", "arguments": "{}"}]}, "input[0].server_label", "missing"),
+    "arguments of another server that are no JSON": (
+        {"input": [{"type": "mcp_call", "id": "1", "name": "f", "server_label": "x", "arguments": "a"}]}, "input[0].arguments", "no valid JSON"
+    ),
+    "a shell without a command": ({"input": [{"type": "local_shell_call", "call_id": "1"}]}, "input[0]", "local_shell_call requires action"),
+    "the output of no shell": ({"input": [{"type": "local_shell_call_output", "id": "1", "output": "x"}]}, "input[0].id", "no tool call before"),
     "half a call": ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
     "arguments that are no JSON": ({"input": ["x", {**CALLED, "arguments": "a"}][1:]}, "input[0].arguments", "no valid JSON"),
     "the second arguments": ({"instructions": "x", "input": [CALLED, {**CALLED, "arguments": "[]"}]}, "input[1].arguments", "must be an object"),

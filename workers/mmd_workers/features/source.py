@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mmd_api.contract.errors import DeadlineError, MediaGoneError, MmdError
+from mmd_api.contract.errors import DeadlineError, MediaGoneError, MmdError, UnsupportedInputError
+from mmd_workers.features.store import FeatureStore
 from mmd_workers.wire.messages.message_parts import FeatureRef
 from mmd_workers.wire.messages.prefill import GenerateRequest
 
@@ -30,6 +31,26 @@ class LocalFeatureSource(FeatureSource, Protocol):
     def has(self, feature_id: str) -> bool:
         """Whether the feature is in the tower's cache, or is being made."""
         ...
+
+
+class NoMediaSource:
+    """No source, for a model of text alone: gateways reject its requests with media."""
+
+    def __init__(self, store: FeatureStore) -> None:
+        self._store = store
+
+    def request(self, ref: FeatureRef, _request: GenerateRequest) -> None:
+        """Reject the medium."""
+        error = UnsupportedInputError(f"this model does not accept {ref.modality}; use another model")
+        self._store.fail(ref.feature_id, error)
+
+    def times(self, _feature_id: str) -> dict[str, float]:
+        """No times."""
+        return {}
+
+    def has(self, _feature_id: str) -> bool:
+        """No feature."""
+        return False
 
 
 class EitherSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -53,37 +54,69 @@ class ChatTemplate:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]],
         variables: Mapping[str, Any],
+        *,
+        begins_answer: bool = True,
     ) -> str:
         """Render a conversation to text, with one marker for each medium.
 
         A medium in the result of a tool belongs to the user's message after it, unless the template renders it in the result.
+        `begins_answer`: the text ends with the beginning of an answer.
 
         Raises:
             UnsupportedInputError: the template refuses it, as many refuse roles that do not alternate.
         """
+        rendered = partial(self._rendered, tools=tools, variables=variables, begins_answer=begins_answer)
         if not any(message["role"] == "tool" and _has_media(message) for message in messages):
-            return self._rendered(messages, tools, variables)
+            return rendered(messages)
         kept = self._rendered_in_results
         try:
-            return self._rendered(_with_media_after_results(messages, kept), tools, variables)
+            return rendered(_with_media_after_results(messages, kept))
         except UnsupportedInputError:  # some templates take no message of a user right after a result
-            return self._rendered(_with_media_after_results(messages, kept, [_LOOKS]), tools, variables)
+            return rendered(_with_media_after_results(messages, kept, [_LOOKS]))
+
+    def render_to_continue(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Render a conversation up to the end of its last message's text, so that the model continues that message.
+
+        Raises:
+            UnsupportedInputError: the template refuses it, or does not render that text as it is.
+        """
+        *before, last = messages
+        *parts, part = _parts_of(last)
+        marked = {**last, "content": [*parts, {**part, "text": part["text"] + _PROBED[1]}]}
+        text, end, _ = self.render([*before, marked], tools, variables, begins_answer=False).rpartition(
+            _PROBED[1]
+        )
+        if not end:
+            raise UnsupportedInputError(
+                "continue_final_message: this model's chat template does not render the content of the last message; omit it, or use "
+                "/v1/completions to continue a text"
+            )
+        return text
 
     def _rendered(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        begins_answer: bool = True,
     ) -> str:
         try:
             if self._processor is not None:
-                return self._adapter.render(self._processor, _as_parts(messages), tools, **variables)
+                return self._adapter.render(
+                    self._processor, _as_parts(messages), tools, begins_answer=begins_answer, **variables
+                )
             return str(
                 self._tokenizer.apply_chat_template(
                     _as_text(messages),
                     tools=list(tools) or None,
                     tokenize=False,
-                    add_generation_prompt=True,
+                    add_generation_prompt=begins_answer,
                     **variables,
                 )
             )

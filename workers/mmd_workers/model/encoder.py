@@ -223,6 +223,18 @@ def _rows(value: Any) -> torch.Tensor:
     return value.reshape(-1, value.shape[-1])  # type: ignore[no-any-return]
 
 
+def takes_media(model: ModelSpec) -> bool:
+    """Whether a model has towers. Reads settings alone, no weights.
+
+    Raises:
+        UnsupportedModelError: the model is missing, or cannot be served.
+    """
+    folder = source.resolve(model, weights=False)
+    adapter = adapter_for(source.load_config(folder))
+    _, processor = load_processor(folder, adapter, model)
+    return processor is not None and bool(adapter.modalities(processor))
+
+
 def load_encoder(model: ModelSpec, device: torch.device) -> HfEncoderModel:
     """Load the towers and projectors of a model. On a CPU their float32 linear layers run on packed weights.
 

@@ -35,7 +35,7 @@ from mmd_workers.model.grammar import Grammars
 from mmd_workers.model.inputs import MediaInputs
 from mmd_workers.model.probe_cache import Probe
 from mmd_workers.model.prompt import MediumLayout, PromptLayout, RenderedPrompt, SamplingPlan
-from mmd_workers.model.reasoning import Reasoning
+from mmd_workers.model.reasoning import Begin, Reasoning
 from mmd_workers.model.sampling_plans import SamplingPlanner, truncated_seconds
 from mmd_workers.model.tiles import bound_tiles
 
@@ -108,11 +108,13 @@ class HfFrontend:
         tools: Sequence[dict[str, Any]] = (),
         reasons: bool | None = None,
         choices: Sequence[SamplingChoice] = (),
+        *,
+        continues: bool = False,
     ) -> RenderedPrompt:
         """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
         Tools, calls and their results are in the shape of Hugging Face's chat templates: the arguments of a call as an object. An
-        assistant's message may have `reasoning_content`. `reasons`, `choices`: see `Frontend.render`.
+        assistant's message may have `reasoning_content`. `reasons`, `choices`, `continues`: see `Frontend.render`.
 
         Ranges of `PromptLayout.media` are in the order of `media`, even if the model's template moves a medium. A sound that is
         `of_video` has an audio part behind the part of its video. The template does not get it: the model's processor puts the tokens
@@ -147,14 +149,18 @@ class HfFrontend:
                 self._planner.probe(number, info, plan)
                 for number, (info, plan) in enumerate(zip(media, plans, strict=True))
             ]
-        text = self._template.render(messages, tools, variables)
+        render = self._template.render_to_continue if continues else self._template.render
+        text = render(messages, tools, variables)
 
         def encoded() -> PromptLayout:
             if self._planner is None:
                 return PromptLayout(self._encode(text, sanitize, add_special_tokens=False), [])
             return self._expanded(text, sanitize, media, plans, probes)
 
-        return RenderedPrompt(len(text), None if reasoning is None else reasoning.begin_after(text), encoded)
+        begins: Begin | None = None if reasoning is None else reasoning.begin_after(text)
+        if begins == "before" and continues and not _is_blank(messages[-1]):
+            begins = "after"
+        return RenderedPrompt(len(text), begins, encoded)
 
     def _expanded(
         self,
@@ -366,6 +372,11 @@ class HfFrontend:
             host_bytes=decoded + probe.input_bytes * plan.pooled_frames,
             truncated_seconds=truncated_seconds(info, plan),
         )
+
+
+def _is_blank(message: dict[str, Any]) -> bool:
+    """True if a message has no text."""
+    return not any(part.get("text", "").strip() for part in message["content"])
 
 
 def _group(media: Sequence[MediumInfo], number: int) -> list[int]:

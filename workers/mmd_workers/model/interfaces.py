@@ -84,11 +84,14 @@ class Frontend(Protocol):
         tools: Sequence[dict[str, Any]] = (),
         reasons: bool | None = None,
         choices: Sequence[SamplingChoice] = (),
+        *,
+        continues: bool = False,
     ) -> RenderedPrompt:
         """Render a conversation. Content parts are {"type": "text"|"image"|"video"|"audio", ...}; media in order of use.
 
         `reasons`: whether the answer begins with reasoning, if the template has a switch for it; None: the template's default.
-        `choices`: how each medium is sampled, as far as the request chooses; empty: it chooses nothing.
+        `choices`: how each medium is sampled, as far as the request chooses; empty: it chooses nothing. `continues`: the answer continues the
+        last message, which has text and no calls of tools.
 
         Raises:
             UnsupportedInputError: the model cannot take this modality or size; the message names the part and the remedy.

@@ -19,6 +19,7 @@ Piece = str | CallPart | ReasoningPart
 class Candidate(NamedTuple):
     """A token that could have been chosen."""
 
+    token_id: int
     token: DecodedToken
     logprob: float
 
@@ -30,6 +31,7 @@ class ScoredToken:
     `logprob`: None for the first token of a prompt, which has no context.
     """
 
+    token_id: int
     token: DecodedToken
     logprob: float | None
     likeliest: Sequence[Candidate]

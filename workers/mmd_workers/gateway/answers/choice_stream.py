@@ -34,7 +34,7 @@ class ChoiceStream:
         min_tokens: int = 0,
         special_tokens: bool = False,
         stops_shown: bool = False,
-        logprobs: bool,
+        num_logprobs: int | None,
         token_ids: bool,
         parser: CallParser | None = None,
         reasoning: ReasoningParser | None = None,
@@ -42,8 +42,8 @@ class ChoiceStream:
         """Creates the stream of one choice.
 
         `stop_token_ids`: tokens that are not text if they end the answer. `min_tokens`: within this many tokens no stop string ends the
-        answer. `special_tokens`: special tokens are text. `stops_shown`: what ends the answer is text. `parser`: reads tool calls.
-        `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its reasoning, as in vLLM.
+        answer. `special_tokens`: special tokens are text. `stops_shown`: what ends the answer is text. `num_logprobs`: number of likeliest
+        tokens beside each token of the answer; None: no log probabilities. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its reasoning, as in vLLM.
         """
         self.index = index
         self.sequence = sequence
@@ -62,7 +62,7 @@ class ChoiceStream:
             hidden - set(stop_token_ids) if stops_shown else hidden | set(stop_token_ids)
         )
         self._min_tokens = min_tokens
-        self._logprobs = logprobs
+        self._num_logprobs = num_logprobs
         self._token_texts = TokenTexts(frontend, special_tokens=special_tokens)
         self._text_begins = True
         self._token_ids = token_ids
@@ -93,7 +93,7 @@ class ChoiceStream:
                 text.append(self._scanner.push(piece, stops=stops))
             if self.completion_tokens == 1 and self.sequence.state.spec.sampling.prompt_logprobs:
                 prompt_scores = self._prompt(item.prompt_logprobs)
-            if self._logprobs:
+            if self._num_logprobs is not None:
                 scored.append(self._scored(item))
             if item.finish_reason is not None and self._scanner.matched is None:
                 tail = self._detokenizer.flush()
@@ -107,7 +107,7 @@ class ChoiceStream:
             if self.finish_reason is not None:
                 break
         pieces = self._parse("".join(text))
-        unseen = scored or (token_ids if self._token_ids else [])
+        unseen = scored or prompt_scores or (token_ids if self._token_ids else [])
         if not pieces and not unseen and self.finish_reason is None:
             if self.sequence.error is not None and self.sequence.ended:
                 raise self.sequence.error
@@ -117,7 +117,7 @@ class ChoiceStream:
             pieces=pieces,
             begins=not self._has_begun,
             token_ids=token_ids,
-            logprobs=scored if self._logprobs else None,
+            logprobs=None if self._num_logprobs is None else scored,
             prompt_logprobs=prompt_scores,
             finish_reason=self.finish_reason,
             stop=self._scanner.matched,
@@ -156,7 +156,8 @@ class ChoiceStream:
     def _scored(self, item: Taken) -> ScoredToken:
         if item.logprob is None:
             raise MmdError("the worker sent a token without the requested log probability")
-        scored = self._token(item.token_id, item.logprob, item.top_logprobs, begins=self._text_begins)
+        likeliest = item.top_logprobs[: self._num_logprobs]  # there are more if the prompt has more
+        scored = self._token(item.token_id, item.logprob, likeliest, begins=self._text_begins)
         self._text_begins = self._text_begins and scored.token.is_special
         return scored
 
@@ -177,5 +178,7 @@ class ChoiceStream:
         self, token_id: int, logprob: float | None, likeliest: Sequence[TokenLogprob], *, begins: bool
     ) -> ScoredToken:
         texts = self._token_texts
-        candidates = [Candidate(texts.of(one.token_id, begins=begins), one.logprob) for one in likeliest]
-        return ScoredToken(texts.of(token_id, begins=begins), logprob, candidates)
+        candidates = [
+            Candidate(one.token_id, texts.of(one.token_id, begins=begins), one.logprob) for one in likeliest
+        ]
+        return ScoredToken(token_id, texts.of(token_id, begins=begins), logprob, candidates)

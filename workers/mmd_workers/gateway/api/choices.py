@@ -82,7 +82,7 @@ class Choices:
                 min_tokens=sampling.min_tokens,
                 special_tokens=request.skip_special_tokens is False,
                 stops_shown=bool(request.include_stop_str_in_output),
-                logprobs=request.num_logprobs is not None,
+                num_logprobs=request.num_logprobs,
                 token_ids=bool(request.return_token_ids),
                 parser=None if prepared.new_parser is None else prepared.new_parser(),
                 reasoning=None if prepared.new_reasoning is None else prepared.new_reasoning(),

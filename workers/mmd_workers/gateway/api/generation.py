@@ -84,15 +84,15 @@ class Generation(JsonEndpoint[_Request]):
         size = AnswerSize(
             n=len(prompts) * (request.n or 1),
             max_tokens=max(prepared.sampling.max_tokens for prepared in prompts),
-            logprobs=request.num_logprobs is not None,
-            top_logprobs=request.num_logprobs or 0,
+            logprobs=request.num_computed_logprobs is not None,
+            top_logprobs=request.num_computed_logprobs or 0,
             token_ids=bool(request.return_token_ids),
             stream=bool(request.stream) and not shape.keeps_text,
             prompts=len(prompts) if isinstance(request, CompletionRequest) else 0,
             echo_characters=echo,
             echo_tokens=(request.n or 1)
             * sum(len(prepared.layout.token_ids) for prepared in prompts)
-            * request.prompt_logprobs,
+            * (request.num_prompt_logprobs is not None),
         )
         deadline = self._deadline(exchange)
         try:

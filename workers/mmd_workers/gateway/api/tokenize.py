@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
@@ -14,10 +14,10 @@ from mmd_workers.gateway.answers.exchange import Exchange
 from mmd_workers.gateway.api.endpoint import JsonEndpoint
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.media_hold import RequestReservation
-from mmd_workers.gateway.basics.strict import NotServed, Strict, validated
+from mmd_workers.gateway.basics.strict import Explained, NotServed, Strict, validated
 from mmd_workers.gateway.content.chat_request import TAGS
 from mmd_workers.gateway.content.completion_request import TokenIds
-from mmd_workers.gateway.content.conversation import Messages
+from mmd_workers.gateway.content.conversation import Messages, check_continued
 from mmd_workers.gateway.content.parts import ProcessorKwargs
 from mmd_workers.gateway.content.tools import Tools, tool_use
 from mmd_workers.media.choice import NO_CHOICE
@@ -35,7 +35,12 @@ class TokenizeRequest(Strict):
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: Annotated[bool | None, Explained("`false` only with `continue_final_message`")] = (
+        None
+    )
+    continue_final_message: Annotated[
+        bool | None, Explained("`true`: the prompt ends with the last message, which is the assistant's")
+    ] = None
     mm_processor_kwargs: ProcessorKwargs | None = None
 
 
@@ -62,7 +67,6 @@ class TokenText(BaseModel):
 
 
 TOKENIZE_NOT_SERVED: NotServed = {
-    "continue_final_message": ((False,), "the prompt ends where the answer begins; omit it"),
     "chat_template": ((), "the model's own template is used; omit it"),
     "chat_template_kwargs": (({},), "omit it"),
 }
@@ -88,6 +92,11 @@ def parse_tokenize_request(value: object) -> TokenizeRequest:
             "add_special_tokens: the chat template decides which special tokens messages get; omit it"
         )
         raise ApiError(fault, param="add_special_tokens")
+    if request.prompt is not None and request.continue_final_message:
+        fault = InvalidValueError("continue_final_message: a text has no last message; send messages")
+        raise ApiError(fault, param="continue_final_message")
+    if request.messages is not None:
+        check_continued(request.messages, request.add_generation_prompt, request.continue_final_message)
     return request
 
 
@@ -123,7 +132,13 @@ class Tokenize(JsonEndpoint[TokenizeRequest]):
             kwargs = request.mm_processor_kwargs
             choice = NO_CHOICE if kwargs is None else kwargs.choice
             work = intake.token_ids(
-                request.messages, reservation, exchange.timeline, model_len, tools, choice=choice
+                request.messages,
+                reservation,
+                exchange.timeline,
+                model_len,
+                tools,
+                choice=choice,
+                continues=bool(request.continue_final_message),
             )
         else:
             work = intake.token_ids_of_text(

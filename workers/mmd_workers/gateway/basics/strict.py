@@ -99,7 +99,7 @@ def _same(value: object, allowed: object) -> bool:
     return value == allowed
 
 
-_OF_BRANCHES = ("content", "input", "output", "prompt", "source", "stop", "system", "tool_choice")
+_OF_BRANCHES = ("content", "format", "input", "output", "prompt", "source", "stop", "system", "tool_choice")
 """Fields that are unions of named branches."""
 
 

@@ -15,7 +15,7 @@ from mmd_api.contract.answers import Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import DISCARD, Explained, Ignored, NotServed, Strict, validated
-from mmd_workers.gateway.content.conversation import ROLES, Messages
+from mmd_workers.gateway.content.conversation import ROLES, Messages, check_continued
 from mmd_workers.gateway.content.parts import ANSWER_PART_TYPES, ProcessorKwargs
 from mmd_workers.gateway.content.response_format import ResponseFormat, StructuredOutputs
 from mmd_workers.gateway.content.tools import CHOICE_TAGS, ToolChoice, Tools, ToolUse, tool_use
@@ -28,6 +28,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BIAS = 100.0
 MAX_GUIDANCE_SCALE = 100.0
+MAX_LOGPROBS = 20  # likeliest tokens beside each token
 MAX_DIGITS = 10  # digits in a token id
 
 _NO_EFFECT = Ignored("it has no effect")
@@ -91,6 +92,12 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _kept_tokens(value: int | None) -> int | None:
+    if value is not None and value != -1 and value < 1:
+        raise PydanticCustomError("kept_tokens", "must be at least 1, or -1 for as many tokens as fit")
+    return value
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
@@ -159,6 +166,17 @@ class GenerationRequest(Strict):
     cache_salt: CacheSalt | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None,
+        Explained("number of likeliest tokens beside each token of the prompt; not in a stream"),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        AfterValidator(_kept_tokens),
+        Explained(
+            "the prompt's last tokens are kept, as many as this; `-1`: as many as fit beside the answer"
+        ),
+    ] = None
     guidance_scale: Annotated[float, Field(ge=1, le=MAX_GUIDANCE_SCALE)] | None = None
     negative_prompt: str | None = None
 
@@ -227,14 +245,20 @@ class GenerationRequest(Strict):
         return None if (use := self.tool_use) is None else use.field
 
     @property
-    def prompt_logprobs(self) -> bool:
-        """True if the request asks for log probabilities of the prompt."""
-        return False
+    def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens to report beside each token of the answer; None: no log probabilities at all."""
+        return None
 
     @property
-    def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens to report beside each token; None: no log probabilities at all."""
-        return None
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of likeliest tokens to report beside each token of the prompt; None: no log probabilities at all."""
+        return self.prompt_logprobs
+
+    @property
+    def num_computed_logprobs(self) -> int | None:
+        """Number of likeliest tokens that workers report beside each token, those of the prompt included."""
+        counts = (self.num_logprobs, self.num_prompt_logprobs)
+        return max((count for count in counts if count is not None), default=None)
 
 
 class TemplateSwitches(Strict):
@@ -255,7 +279,7 @@ class ChatRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     store: Annotated[bool | None, Ignored("no chat is stored")] = None
     safety_identifier: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
     prompt_cache_key: Annotated[str | None, Field(max_length=1024), _NO_EFFECT] = None
@@ -263,6 +287,12 @@ class ChatRequest(GenerationRequest):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: Annotated[bool | None, Explained("`false` only with `continue_final_message`")] = (
+        None
+    )
+    continue_final_message: Annotated[
+        bool | None, Explained("`true`: the answer continues the last message, which is the assistant's")
+    ] = None
     prediction: Annotated[
         dict[str, Any] | None, DISCARD, Ignored("a hint for speed: the answer is the same without it")
     ] = None
@@ -311,8 +341,6 @@ OTHER_SERVERS: NotServed = {
     "use_beam_search": ((False,), "omit it, or use n and select the best choice in the client"),
     "length_penalty": ((1,), "it is for beam search; omit it"),
     "early_stopping": ((False,), "it is for beam search; omit it"),
-    "prompt_logprobs": ((), "use echo with logprobs in /v1/completions"),
-    "truncate_prompt_tokens": ((), "shorten the prompt in the client"),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
     "priority": ((0,), "the operator sets the priority of a tenant; omit it"),
@@ -321,8 +349,6 @@ OTHER_SERVERS: NotServed = {
 
 NOT_SERVED: NotServed = {
     **OTHER_SERVERS,
-    "add_generation_prompt": ((True,), "every answer begins with a new message; omit it"),
-    "continue_final_message": ((False,), "use /v1/completions to continue a text"),
     "add_special_tokens": ((False,), "the chat template writes them; omit it"),
     "documents": (([],), "put them into messages"),
     "chat_template": ((), "the model's own template is used; omit it"),
@@ -354,6 +380,10 @@ def parse_chat_request(value: object) -> ChatRequest:
     if request.top_logprobs and not request.logprobs:
         raise ApiError(InvalidValueError("top_logprobs requires logprobs: true"), param="top_logprobs")
     check_together(request)
+    check_continued(request.messages, request.add_generation_prompt, request.continue_final_message)
+    if request.continue_final_message and request.negative_prompt is not None:
+        both = InvalidValueError("set negative_prompt or continue_final_message, not both")
+        raise ApiError(both, param="negative_prompt")
     _ = request.tool_use
     return request
 
@@ -371,5 +401,10 @@ def check_together(request: GenerationRequest) -> None:
     if request.negative_prompt is not None and request.guidance_scale is None:
         alone = InvalidValueError("negative_prompt requires guidance_scale; set it, or omit negative_prompt")
         raise ApiError(alone, param="negative_prompt")
+    if request.prompt_logprobs is not None and request.stream:
+        streamed = InvalidValueError(
+            "prompt_logprobs are not sent in a stream; omit stream or prompt_logprobs"
+        )
+        raise ApiError(streamed, param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise ApiError(InvalidValueError("stream_options requires stream: true"), param="stream_options")

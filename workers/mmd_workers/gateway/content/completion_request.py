@@ -9,7 +9,12 @@ from pydantic import Discriminator, Field, Tag
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import NotServed, validated
-from mmd_workers.gateway.content.chat_request import OTHER_SERVERS, GenerationRequest, check_together
+from mmd_workers.gateway.content.chat_request import (
+    MAX_LOGPROBS,
+    OTHER_SERVERS,
+    GenerationRequest,
+    check_together,
+)
 
 MAX_PROMPTS = 64
 MAX_ANSWERS = 64  # answers to all prompts
@@ -47,7 +52,7 @@ class CompletionRequest(GenerationRequest):
         ),
     ]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
     @property
@@ -66,9 +71,10 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
-    def prompt_logprobs(self) -> bool:
-        """True if the answer begins with the prompt's tokens and their log probabilities."""
-        return bool(self.echo) and self.logprobs is not None
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of likeliest tokens to report beside each token of the prompt; None: no log probabilities at all."""
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in counts if count is not None), default=None)
 
     @property
     def num_logprobs(self) -> int | None:

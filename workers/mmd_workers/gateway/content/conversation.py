@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from mmd_api.contract.errors import InvalidTypeError, InvalidValueError
@@ -30,6 +31,18 @@ _LONG_NUMBER = re.compile(LONG_NUMBER.pattern.decode())
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 CallName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _as_json(value: dict[str, Any]) -> str:
+    """The arguments of a call, encoded as JSON."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise PydanticCustomError("not_finite", "has a number that no float is; use a smaller one") from error
+
+
+JsonArguments = Annotated[dict[str, Any], AfterValidator(_as_json)]
+"""The arguments of a call that come as an object; JSON once they are validated."""
 
 
 def content_kind(value: object) -> str | None:
@@ -194,6 +207,36 @@ Message = Annotated[
 ]
 ROLES: tuple[str, ...] = tuple(get_args(member)[1].tag for member in get_args(get_args(Message)[0]))
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def check_continued(messages: Sequence[Message], begins_answer: bool | None, continues: bool | None) -> None:
+    """Check the fields `add_generation_prompt` and `continue_final_message` of a request.
+
+    Raises:
+        ApiError: they contradict each other or the last message; names the field.
+    """
+    fault, param = None, "continue_final_message"
+    if continues and begins_answer:
+        fault = (
+            "add_generation_prompt and continue_final_message exclude each other; set one of them to false"
+        )
+    elif continues:
+        last = messages[-1]
+        is_answer = isinstance(last, AnswerMessage) and not last.tool_calls
+        if not is_answer or (last.content is None and last.refusal is None):
+            param = f"messages[{len(messages) - 1}]"
+            fault = (
+                f"{param}: continue_final_message requires a last message of the assistant that has content and no tool_calls; "
+                "send one, or omit continue_final_message"
+            )
+    elif begins_answer is False:
+        param = "add_generation_prompt"
+        fault = (
+            "add_generation_prompt: false requires continue_final_message: true, since every other answer begins with a new message; "
+            "set both, or omit it"
+        )
+    if fault is not None:
+        raise ApiError(InvalidValueError(fault), param=param)
 
 
 def argument_marks(messages: Sequence[Message]) -> int:

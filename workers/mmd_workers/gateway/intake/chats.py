@@ -32,6 +32,7 @@ from mmd_workers.gateway.intake.media_fetcher import MediaFetcher
 from mmd_workers.gateway.intake.prompt_content import PromptContent
 from mmd_workers.gateway.intake.tenant_files import Files
 from mmd_workers.gateway.intake.text_threads import LONG_TEXT_CHARACTERS, RENDERING_BYTES, TextThreads
+from mmd_workers.gateway.intake.truncation import truncated
 from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.media.reduction import MediaShare
@@ -85,11 +86,15 @@ class ChatLayout:
         choice: SamplingChoice,
         fit: Fit | None = None,
         share: MediaShare | None = None,
+        kept_tokens: int | None = None,
+        *,
+        continues: bool = False,
     ) -> LaidOut:
         """Fetch, probe and hold the media, and lay out the prompt.
 
         A text that surely exceeds `most_tokens` is refused first, with this `remedy`. `fit`: if given, frames of videos are omitted to make room.
-        `share`: the share of each medium that load permits; None: all.
+        `share`: the share of each medium that load permits; None: all. `kept_tokens`: see `truncation.kept_tokens`. `continues`: see
+        `Frontend.render`.
         """
         marks, descriptions = (0, []) if tools is None else (tools.marks, tools.for_template)
         await reservation.grow((argument_marks(messages) + marks) * MARK_BYTES)
@@ -123,7 +128,9 @@ class ChatLayout:
 
         async def lay_out(content: PromptContent) -> tuple[PromptLayout, Begin | None]:
             messages, infos, choices = content.messages, content.infos, content.choices
-            render = partial(self._frontend.render, messages, infos, descriptions, reasons, choices)
+            render = partial(
+                self._frontend.render, messages, infos, descriptions, reasons, choices, continues=continues
+            )
             num_characters = characters + indented + thoughts
             rendered = await self._threads.encoded(render, num_characters, reservation, RENDERING_BYTES)
             if rendered.num_characters > LONG_TEXT_CHARACTERS:  # shorter texts are checked by their tokens
@@ -135,7 +142,7 @@ class ChatLayout:
             return await lay_out(replace(content, choices=choices))
 
         async def lay_out_again(content: PromptContent) -> PromptLayout:
-            return (await lay_out(content))[0]
+            return truncated((await lay_out(content))[0], kept_tokens)
 
         content = PromptContent(turns, infos, choices, choices)
         try:
@@ -147,6 +154,7 @@ class ChatLayout:
                 layout, content = await fitted(self._frontend, layout, content, fit, lay_out_with)
             if has_less:
                 layout = await asyncio.to_thread(reported, self._frontend, content, layout, "load")
+            layout = truncated(layout, kept_tokens)
         except MmdError as error:
             raise refused(error, _field_of(error.message, sources)) from error
         timeline.add(

@@ -19,6 +19,7 @@ from mmd_api.contract.errors import (
 )
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.basics.api_errors import ApiError, refused
+from mmd_workers.gateway.content.chat_request import GenerationRequest
 from mmd_workers.gateway.content.parts import MediaSource
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.model.interfaces import Frontend
@@ -99,20 +100,29 @@ class RequestChecks:
             )
             raise ApiError(unknown, param=f"{param}[{at}]")
 
-    def check_prompt_logprobs(self, param: str, num_tokens: int, likeliest: int) -> None:
-        """Check that the log probabilities of a prompt are available, and fit into one message to the gateway.
+    def check_prompt_logprobs(self, request: GenerationRequest, param: str, layout: PromptLayout) -> None:
+        """Check that the log probabilities of a prompt, if requested, are available, and fit into one message to the gateway.
 
-        vLLM applies adapters only to the logits of sampled rows, and fails at others.
+        vLLM applies adapters only to the logits of sampled rows, and fails at others. `param`: the field of the prompt.
         """
+        if (likeliest := request.num_prompt_logprobs) is None:
+            return
+        is_echo = request.prompt_logprobs is None
+        field, name = (
+            ("logprobs", "echo with logprobs") if is_echo else ("prompt_logprobs", "prompt_logprobs")
+        )
+        beside = ""
         if self._has_adapters:
-            unsupported = UnsupportedParameterError(
-                "echo with logprobs is not supported beside spec.engine.adapters; omit one of them"
-            )
-            raise ApiError(unsupported, param="logprobs")
+            beside = f"{name} is not supported beside spec.engine.adapters; omit one of them"
+        elif layout.media:
+            beside = f"{name} is not supported for prompts with media; omit it, or send text alone"
+        if beside:
+            raise ApiError(UnsupportedParameterError(beside), param=field)
+        num_tokens = len(layout.token_ids)
         if (values := num_tokens * (1 + likeliest)) > MAX_PROMPT_LOGPROBS:
             many = InvalidValueError(
-                f"{param} has {num_tokens} tokens, which with echo and logprobs {likeliest} are {values} log probabilities, more than the limit of "
-                f"{MAX_PROMPT_LOGPROBS}; send a shorter prompt or lower logprobs"
+                f"{param} has {num_tokens} tokens, which with {name} {likeliest} are {values} log probabilities, more than the limit of "
+                f"{MAX_PROMPT_LOGPROBS}; send a shorter prompt or lower {field}"
             )
             raise ApiError(many, param=param)
 

@@ -46,6 +46,7 @@ from mmd_workers.gateway.intake.sampling import (
 from mmd_workers.gateway.intake.tenant_files import Files
 from mmd_workers.gateway.intake.text_threads import TextThreads
 from mmd_workers.gateway.intake.texts import Texts
+from mmd_workers.gateway.intake.truncation import kept_tokens, prompt_tokens
 from mmd_workers.gateway.output.reasoning_parser import ReasoningParser
 from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.media.choice import NO_CHOICE, SamplingChoice
@@ -56,8 +57,6 @@ from mmd_workers.observe.metrics import Metrics
 from mmd_workers.wire.jobs import check_fits
 from mmd_workers.wire.messages.message_parts import FeatureRef
 from mmd_workers.wire.stored_files import StoredFile
-
-ANSWER_TOKENS = 512  # room made for the answer by omitting frames of videos, if the request sets no limit
 
 
 class Intake:
@@ -111,21 +110,25 @@ class Intake:
         limit = self.limit(model_len)
         fit = None
         if self.policy.video.too_long == "FewerFrames":
-            fit = Fit(limit - 1, limit - min(request.asked_tokens or ANSWER_TOKENS, limit // 2))
+            fit = Fit(limit - 1, prompt_tokens(request, limit))
+        kept = kept_tokens(request, limit)
         laid_out = await self._chats.lay_out(
             request.messages,
             tools,
             reservation,
             timeline,
-            limit - 1,
-            SHORTEN,
+            limit - 1 if kept is None else max(limit, MAX_TEXT_TOKENS),
+            SHORTEN if kept is None else SEND_LESS,
             request.reasons,
             request.choice,
             fit,
             self._share(timeline),
+            kept,
+            continues=bool(request.continue_final_message),
         )
         layout, sources, begins = laid_out.layout, laid_out.sources, laid_out.begins
         room = self._checks.room(layout, sources, limit, laid_out.text_param)
+        self._checks.check_prompt_logprobs(request, "messages", layout)
         negative = await self._chats.negative_turn(request, limit, reservation)
         guidance = guidance_of(self._frontend, request, layout, limit, negative)
         room = beside_companion(room, guidance, limit)
@@ -190,10 +193,12 @@ class Intake:
         tools: ToolUse | None = None,
         reasons: bool | None = None,
         choice: SamplingChoice = NO_CHOICE,
+        *,
+        continues: bool = False,
     ) -> list[int]:
         """The prompt of a conversation, which may be longer than the model takes.
 
-        `model_len`: see `prepare`. `reasons`: see `Frontend.render`. `choice`: sampling of media whose parts choose none.
+        `model_len`: see `prepare`. `reasons`, `continues`: see `Frontend.render`. `choice`: sampling of media whose parts choose none.
 
         Raises:
             ApiError: names the part and the remedy.
@@ -202,7 +207,15 @@ class Intake:
         if tools is not None:
             await self._answers.spelling()
         laid_out = await self._chats.lay_out(
-            messages, tools, reservation, timeline, max_tokens, SEND_LESS, reasons, choice
+            messages,
+            tools,
+            reservation,
+            timeline,
+            max_tokens,
+            SEND_LESS,
+            reasons,
+            choice,
+            continues=continues,
         )
         return self._checks.counted(laid_out.layout.token_ids, max_tokens, laid_out.text_param)
 

@@ -19,6 +19,7 @@ from mmd_workers.gateway.intake.sampling import (
     unasked_tokens,
 )
 from mmd_workers.gateway.intake.text_threads import TextThreads
+from mmd_workers.gateway.intake.truncation import kept_tokens, truncated
 from mmd_workers.gateway.placement.timeline import Timeline
 from mmd_workers.model.interfaces import Frontend
 from mmd_workers.model.prompt import PromptLayout
@@ -54,7 +55,8 @@ class Texts:
         prompts = request.prompts
         most = max(limit, MAX_TEXT_TOKENS)
         texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
-        for param, text in texts:
+        kept = kept_tokens(request, limit)
+        for param, text in texts if kept is None else ():
             self._checks.check_characters(len(text), limit - 1, param, SHORTEN)
         self._checks.check_characters(sum(len(text) for _, text in texts), most, "prompt", SEND_LESS)
         started_at = time.time()
@@ -64,8 +66,9 @@ class Texts:
         for param, prompt in prompts:
             special_tokens = request.add_special_tokens is not False
             token_ids = await self.text_ids(param, prompt, special_tokens, reservation)
+            layout = truncated(PromptLayout(token_ids, []), kept)
+            token_ids = layout.token_ids
             total += len(token_ids)
-            layout = PromptLayout(token_ids, [])
             room = self._checks.room(layout, [], limit, param)
             guidance = guidance_of(self._frontend, request, layout, limit, negative)
             total += 0 if guidance is None else len(guidance.token_ids)
@@ -75,8 +78,7 @@ class Texts:
                 )
                 raise ApiError(overflow(str(total), most, detail, of_context=False), param=param)
             room = beside_companion(room, guidance, limit)
-            if request.prompt_logprobs:
-                self._checks.check_prompt_logprobs(param, len(token_ids), request.num_logprobs or 0)
+            self._checks.check_prompt_logprobs(request, param, layout)
             default_tokens = unasked_tokens(room, len(token_ids), guidance, limit)
             sampling = sampling_of(request, rules, grammar, room, default_tokens)
             prepared.append(Prepared(layout, [], sampling, guidance=guidance))

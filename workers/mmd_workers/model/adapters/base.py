@@ -63,15 +63,20 @@ class Adapter:
         processor: Any,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
+        *,
+        begins_answer: bool = True,
         **variables: Any,
     ) -> str:
-        """Render chat messages and tools to text, with one marker per medium. `variables`: further variables of the template."""
+        """Render chat messages and tools to text, with one marker per medium.
+
+        `begins_answer`: the text ends with the beginning of an answer. `variables`: further variables of the template.
+        """
         return str(
             processor.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=begins_answer,
                 **variables,
             )
         )

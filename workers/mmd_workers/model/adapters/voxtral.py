@@ -28,6 +28,8 @@ class VoxtralAdapter(Adapter):
         processor: Any,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
+        *,
+        begins_answer: bool = True,
         **variables: Any,
     ) -> str:
         """Render with the tokenizer's template: the processor's own method insists on decoding sound itself."""
@@ -36,7 +38,7 @@ class VoxtralAdapter(Adapter):
                 list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=begins_answer,
                 **variables,
             )
         )

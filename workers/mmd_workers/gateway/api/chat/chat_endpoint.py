@@ -23,4 +23,5 @@ class ChatCompletions(Conversations[ChatRequest]):
             token_ids=bool(request.return_token_ids),
             usage=request.wants_usage,
             continuous=request.wants_continuous_usage,
+            prompt_logprobs=request.prompt_logprobs,
         )

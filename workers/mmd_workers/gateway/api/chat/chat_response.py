@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from mmd_workers.gateway.answers.answer_part import ApiFinishReason
+from mmd_workers.gateway.answers.prompt_scores import PromptToken
 from mmd_workers.gateway.answers.usage import Usage
 
 
@@ -67,7 +68,7 @@ class Choice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """A complete answer. `timings` (milliseconds by phase) and each choice's `token_ids` only on request."""
+    """A complete answer. `timings` (milliseconds by phase), `prompt_logprobs` and each choice's `token_ids` only on request."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -76,6 +77,9 @@ class ChatCompletion(BaseModel):
     choices: list[Choice]
     usage: Usage
     timings: dict[str, float] | None = None
+    prompt_logprobs: list[dict[int, PromptToken] | None] | None = Field(
+        None, exclude_if=lambda scores: scores is None
+    )
 
 
 class FunctionDelta(BaseModel):

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason, ScoredToken
 from mmd_workers.gateway.answers.chunked_shape import ChunkedShape, chunk_event, left_out
+from mmd_workers.gateway.answers.prompt_scores import BEGIN, EMPTY, END, entries
 from mmd_workers.gateway.answers.usage import Usage
 from mmd_workers.gateway.api.chat.chat_response import (
     AnsweredCall,
@@ -31,8 +32,17 @@ from mmd_workers.gateway.output.call_parser import CallPart
 class ChatShape(ChunkedShape):
     """Writes chat completions."""
 
-    def __init__(self, *, logprobs: bool, token_ids: bool, usage: bool, continuous: bool) -> None:
+    def __init__(
+        self,
+        *,
+        logprobs: bool,
+        token_ids: bool,
+        usage: bool,
+        continuous: bool,
+        prompt_logprobs: int | None = None,
+    ) -> None:
         super().__init__(usage=usage, continuous=continuous)
+        self._prompt_logprobs = prompt_logprobs
         self._logprobs = logprobs
         self._token_ids = token_ids
 
@@ -46,7 +56,9 @@ class ChatShape(ChunkedShape):
 
     def collector(self, index: int) -> CompleteChoice:
         """A collector for the answer with this index."""
-        return CompleteChoice(index, logprobs=self._logprobs)
+        return CompleteChoice(
+            index, logprobs=self._logprobs, prompt_logprobs=None if index else self._prompt_logprobs
+        )
 
     def body(
         self,
@@ -61,9 +73,14 @@ class ChatShape(ChunkedShape):
             choices=[whole.choice(token_ids=self._token_ids) for whole in wholes],
             usage=usage,
             timings=timings,
+            prompt_logprobs=None if self._prompt_logprobs is None else [],
         )
         body = completion.model_dump_json(exclude=left_out(timings, self._token_ids)).encode()
-        return with_logprobs(body, wholes) if self._logprobs else [body]
+        pieces = with_logprobs(body, wholes) if self._logprobs else [body]
+        if self._prompt_logprobs is None:
+            return pieces
+        before, after = pieces[-1].split(EMPTY)
+        return [*pieces[:-1], before, BEGIN, wholes[0].prompt_entries, END, after]
 
 
 class CompleteChoice:
@@ -73,7 +90,8 @@ class CompleteChoice:
     other request.
     """
 
-    def __init__(self, index: int, *, logprobs: bool) -> None:
+    def __init__(self, index: int, *, logprobs: bool, prompt_logprobs: int | None = None) -> None:
+        """`prompt_logprobs`: number of likeliest tokens beside each token of the prompt; None: the answer has none of these."""
         self._index = index
         self._finish_reason: ApiFinishReason = "stop"
         self._logprobs = logprobs
@@ -81,7 +99,9 @@ class CompleteChoice:
         self._thoughts = io.StringIO()
         self._calls: list[tuple[str, str, io.StringIO]] = []  # id, name, arguments
         self._token_ids = array("l")
+        self._prompt_logprobs = prompt_logprobs
         self.entries: list[bytes] = []
+        self.prompt_entries = b""
 
     def add(self, part: AnswerPart) -> None:
         """Take the next part of the answer."""
@@ -93,6 +113,8 @@ class CompleteChoice:
             self._calls[call.index][2].write(call.arguments)
         self._token_ids.extend(part.token_ids)
         self._finish_reason = part.finish_reason or self._finish_reason
+        if part.prompt_logprobs and self._prompt_logprobs is not None:
+            self.prompt_entries = entries(part.prompt_logprobs, self._prompt_logprobs)
         if part.logprobs:
             self.entries.append(b"," if self.entries else b"")
             self.entries.append(

@@ -31,7 +31,10 @@ class TextCompletions(Generation[CompletionRequest]):
         echo: list[str] = []
         if request.echo:
             for (_, prompt), prepared in zip(request.prompts, prompts, strict=True):
-                text = prompt if isinstance(prompt, str) else await self._text(prepared)
+                if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
+                    text = prompt
+                else:
+                    text = await self._text(prepared)
                 echo += [text] * (request.n or 1)
         request.prompt = ""  # a list of tokens now
         reservation.release()
@@ -41,6 +44,7 @@ class TextCompletions(Generation[CompletionRequest]):
             usage=request.wants_usage,
             continuous=request.wants_continuous_usage,
             echo=echo,
+            prompt_logprobs=request.prompt_logprobs,
         )
         return prompts, shape, sum(map(len, echo))
 

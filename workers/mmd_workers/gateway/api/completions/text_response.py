@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from mmd_workers.gateway.answers.answer_part import ApiFinishReason
+from mmd_workers.gateway.answers.prompt_scores import PromptToken
 from mmd_workers.gateway.answers.usage import Usage
 
 
@@ -27,6 +28,9 @@ class TextChoice(BaseModel):
     logprobs: TextLogprobs | None = None
     finish_reason: ApiFinishReason | None = None
     token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, PromptToken] | None] | None = Field(
+        None, exclude_if=lambda scores: scores is None
+    )
 
 
 class TextCompletion(BaseModel):

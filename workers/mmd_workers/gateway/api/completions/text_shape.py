@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason, ScoredToken
 from mmd_workers.gateway.answers.chunked_shape import ChunkedShape, chunk_event, left_out
+from mmd_workers.gateway.answers.prompt_scores import BEGIN, END, entries
 from mmd_workers.gateway.answers.usage import Usage
 from mmd_workers.gateway.api.completions.text_response import TextChoice, TextCompletion, TextLogprobs
 from mmd_workers.gateway.output.token_texts import DecodedToken
@@ -18,7 +19,10 @@ _NO_CHOICES = b'"choices":[]'
 
 
 class TextShape(ChunkedShape):
-    """Writes text completions. `echo`: the prompt at the beginning of each answer's text."""
+    """Writes text completions. `echo`: the prompt at the beginning of each answer's text.
+
+    `prompt_logprobs`: number of likeliest tokens beside each token of the prompt in a list of its own; None: there is no such list.
+    """
 
     def __init__(
         self,
@@ -28,8 +32,11 @@ class TextShape(ChunkedShape):
         usage: bool,
         continuous: bool,
         echo: Sequence[str] = (),
+        prompt_logprobs: int | None = None,
     ) -> None:
         super().__init__(usage=usage, continuous=continuous)
+        self.prompt_logprobs = prompt_logprobs
+        self._has_echo = bool(echo)
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._unsent_echo = dict(enumerate(echo))
@@ -53,14 +60,15 @@ class TextShape(ChunkedShape):
         columns = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if not self._logprobs:
             columns.top_logprobs = None
-        for scored in (*part.prompt_logprobs, *part.logprobs):
+        echoed = part.prompt_logprobs if self._has_echo else ()
+        for scored in (*echoed, *part.logprobs):
             offset = self._offsets.get(part.index, 0)
             self._offsets[part.index] = offset + scored.token.characters
             columns.tokens.append(_spelled(scored.token))
             columns.token_logprobs.append(scored.logprob)
             columns.text_offset.append(offset)
             if columns.top_logprobs is not None:
-                columns.top_logprobs.append(_likeliest(scored))
+                columns.top_logprobs.append(_likeliest(scored, self._logprobs or 0))
         return columns
 
     def _choice(self, part: AnswerPart) -> TextChoice:
@@ -100,10 +108,13 @@ class _TextCollector:
         self._token_ids = array("l")
         self._finish_reason: ApiFinishReason | None = None
         self._lists: dict[str, list[bytes] | None] = {}
+        self._prompt_entries = b""
 
     def add(self, part: AnswerPart) -> None:
         """Take the next part of the answer."""
         choice = self._shape.part(part)
+        if part.prompt_logprobs and self._shape.prompt_logprobs is not None:
+            self._prompt_entries = entries(part.prompt_logprobs, self._shape.prompt_logprobs)
         self._text.append(choice.text)
         self._token_ids.extend(choice.token_ids or ())
         self._finish_reason = choice.finish_reason or self._finish_reason
@@ -126,21 +137,24 @@ class _TextCollector:
             choice.token_ids = self._token_ids.tolist()
         exclude = {"logprobs"} if token_ids else {"logprobs", "token_ids"}
         begin = choice.model_dump_json(exclude=exclude)[:-1].encode()
+        last = b"}"
+        if self._shape.prompt_logprobs is not None:
+            last = b"".join([b",", BEGIN, self._prompt_entries, END, b"}"])
         if not self._lists:
-            return [begin, b',"logprobs":null}']
+            return [begin, b',"logprobs":null', last]
         pieces = [begin, b',"logprobs":{']
         for number, (name, items) in enumerate(self._lists.items()):
             pieces.append(f'{"," if number else ""}"{name}":'.encode())
             pieces += [b"null"] if items is None else [b"[", *items, b"]"]
-        return [*pieces, b"}}"]
+        return [*pieces, b"}", last]
 
 
-def _likeliest(scored: ScoredToken) -> dict[str, float] | None:
+def _likeliest(scored: ScoredToken, count: int) -> dict[str, float] | None:
     """Log probabilities by text, the chosen token's first; None for the first token of a prompt."""
     if scored.logprob is None:
         return None
     by_text = {_spelled(scored.token): scored.logprob}
-    for candidate in scored.likeliest:
+    for candidate in scored.likeliest[:count]:
         text = _spelled(candidate.token)
         by_text[text] = max(candidate.logprob, by_text.get(text, candidate.logprob))
     return by_text

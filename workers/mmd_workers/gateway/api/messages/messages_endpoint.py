@@ -60,6 +60,7 @@ class CountTokens(JsonEndpoint[TranslatedRequest]):
                 gateway.model_len(),
                 request.tool_use,
                 request.reasons,
+                continues=bool(request.continue_final_message),
             )
             token_ids = await self._in_time(exchange, work)
         await exchange.reply(200, to_json({"input_tokens": len(token_ids)}))

@@ -5,13 +5,12 @@ Independent of the network and the model.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mmd_workers.gateway.basics.strict import DISCARD, Explained, Ignored, NotServed, Strict, validated
@@ -28,7 +27,10 @@ from mmd_workers.gateway.content.conversation import (
     MAX_MESSAGES,
     MAX_PARTS,
     OF_CONTENT,
+    AnswerMessage,
     CallName,
+    JsonArguments,
+    Message,
     ToolCall,
     content_kind,
 )
@@ -152,21 +154,13 @@ def _source(
     return MediaSource(kind, f"{param}.source", given.as_url)
 
 
-def _arguments(value: dict[str, Any]) -> str:
-    """The arguments of a call, encoded as JSON."""
-    try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except ValueError as error:
-        raise PydanticCustomError("not_finite", "has a number that no float is; use a smaller one") from error
-
-
 class ToolUseBlock(Strict):
     """A call that the model made."""
 
     type: Literal["tool_use"]
     id: CallName
     name: CallName
-    input: Annotated[dict[str, Any], AfterValidator(_arguments)]
+    input: JsonArguments
     cache_control: CacheMark = None
     caller: Annotated[dict[str, Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
     toolset_name: Annotated[str | None, Field(max_length=256), Ignored("it has no effect")] = None
@@ -367,6 +361,9 @@ class CountTokensRequest(Strict):
         | None
     ) = None
     output_config: OutputConfig | None = None
+    output_format: Annotated[
+        OutputFormat | None, Explained("`output_config.format` as earlier clients spell it")
+    ] = None
     cache_control: CacheMark = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_LISTED_TOOLS, fail_fast=True)] | None = None
     tool_choice: ClientToolChoice | None = None
@@ -407,12 +404,12 @@ class CountTokensRequest(Strict):
             choice = words[requested.type] if requested.name is None else named_tool(requested.name)
             if requested.type == "any" and not tools:
                 raise fault("tool_choice", "any needs tools; send some that are not deferred")
-        output_format = self.output_config.format if self.output_config is not None else None
+        format_field, output_format = self._output_format()
         fields = {
             "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
             "parameters": "input_schema",
-            "response_format.json_schema.schema": "output_config.format.schema",
-            "response_format": "output_config.format",
+            "response_format.json_schema.schema": f"{format_field}.schema",
+            "response_format": format_field,
         }
         request = TranslatedRequest.model_construct(
             model=self.model,
@@ -422,11 +419,26 @@ class CountTokensRequest(Strict):
             parallel_tool_calls=requested is None or not requested.disable_parallel_tool_use,
             reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
             response_format=None if output_format is None else _response_format(output_format),
+            continue_final_message=bool(chat.messages) and _has_text_alone(chat.messages[-1]),
             names=FieldNames(chat.places, [f"tools[{number}]" for number, _ in tools], fields, dotted=True),
         )
         with request.names.in_faults():
             _ = request.tool_use
         return request
+
+    def _output_format(self) -> tuple[str, OutputFormat | None]:
+        """The field with the form of the answer, and its value.
+
+        Raises:
+            ApiError: both fields are set.
+        """
+        field = "output_config.format"
+        configured = self.output_config.format if self.output_config is not None else None
+        if self.output_format is None:
+            return field, configured
+        if configured is not None:
+            raise fault("output_format", f"set {field} or output_format, not both")
+        return "output_format", self.output_format
 
     def _check_names(self) -> None:
         """Refuse two tools of one name, also where one of them is deferred."""
@@ -600,13 +612,13 @@ def parse_messages_request(value: object) -> TranslatedRequest:
     """
     _refuse_other_types(value)
     request = validated(MessagesRequest, value, NOT_SERVED, TAGS, _INDEX)
-    last = len(request.messages) - 1
-    if request.messages[last].role == "assistant":
+    last, role = len(request.messages) - 1, request.messages[-1].role
+    chat = request.as_chat()
+    if role == "assistant" and not chat.continue_final_message:
         raise fault(
             f"messages.{last}",
-            "the answer cannot go on in a message of the assistant; end with one of the user",
+            "the answer cannot go on after calls of tools or thinking alone; end with text, or with a message of the user",
         )
-    chat = request.as_chat()
     chat.max_tokens = request.max_tokens
     chat.stop = request.stop_sequences
     chat.stream = request.stream
@@ -621,6 +633,11 @@ def parse_count_tokens_request(value: object) -> TranslatedRequest:
     """Validate a decoded JSON body; raises as `parse_messages_request` does."""
     _refuse_other_types(value)
     return validated(CountTokensRequest, value, NOT_SERVED, TAGS, _INDEX).as_chat()
+
+
+def _has_text_alone(message: Message) -> bool:
+    """True if the answer continues this last message of a conversation."""
+    return isinstance(message, AnswerMessage) and message.content is not None and not message.tool_calls
 
 
 def _response_format(form: OutputFormat) -> ResponseFormat:

@@ -13,6 +13,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mmd_api.contract.errors import InvalidValueError
+from mmd_workers.gateway.api.responses.custom_tools import CustomTool
+from mmd_workers.gateway.api.responses.responses_items import (
+    ITEM_TAGS,
+    ITEM_TYPES,
+    InputItem,
+    add_items,
+    joined_name,
+)
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import (
     DISCARD,
@@ -33,15 +41,9 @@ from mmd_workers.gateway.content.chat_request import (
 )
 from mmd_workers.gateway.content.conversation import (
     MAX_MESSAGES,
-    MAX_PARTS,
-    OF_CONTENT,
-    AnswerMessage,
-    CallName,
-    ResultContent,
-    ToolCall,
     content_kind,
 )
-from mmd_workers.gateway.content.parts import ANSWER_PART_TYPES, AnyPart, ProcessorKwargs, TextPart, type_of
+from mmd_workers.gateway.content.parts import ANSWER_PART_TYPES, ProcessorKwargs, type_of
 from mmd_workers.gateway.content.response_format import (
     JsonSchemaFormat,
     JsonSource,
@@ -63,15 +65,11 @@ from mmd_workers.gateway.content.translation import (
     FieldPlace,
     TranslatedRequest,
     Translation,
-    call_of,
-    check_number_of_calls,
-    consumed,
     entries_of,
     fault,
     message_of,
     named_tool,
     refuse_types,
-    result_of,
     tool_of,
 )
 
@@ -82,100 +80,6 @@ MAX_VALUE_CHARACTERS = 512
 _NO_EFFECT = Ignored("it has no effect")
 
 
-class OutputTextPart(TextPart):
-    """Text of an answer that is sent back."""
-
-    type: Literal["output_text"]  # type: ignore[assignment]  # no other type of text
-    annotations: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
-    logprobs: Annotated[list[Any] | None, DISCARD, Ignored("about the answer, and no part of it")] = None
-
-
-ItemPart = Annotated[AnyPart | Annotated[OutputTextPart, Tag("output_text")], Discriminator(type_of)]
-_PARTS = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
-
-
-Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, _NO_EFFECT]
-ItemId = Annotated[str | None, Field(max_length=256), Ignored("nothing is stored under it")]
-
-
-class InputMessage(Strict):
-    """What one side said, or an answer that is sent back as it came."""
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[ItemPart], _PARTS, Tag("parts")], OF_CONTENT
-    ]
-    id: ItemId = None
-    status: Status = None
-    phase: Annotated[Literal["commentary", "final_answer"] | None, _NO_EFFECT] = None
-
-
-_ABOUT = Ignored("about the call, and no part of it")
-
-
-class FunctionCall(Strict):
-    """A call that the model made."""
-
-    type: Literal["function_call"]
-    call_id: CallName
-    name: CallName
-    arguments: str
-    id: ItemId = None
-    status: Status = None
-    caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
-    namespace: Annotated[str | None, Field(max_length=256)] = None
-    parsed_arguments: Annotated[
-        Any | None, DISCARD, Ignored("what OpenAI's client makes of the arguments")
-    ] = None
-
-
-class FunctionCallOutput(Strict):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: CallName
-    output: ResultContent
-    id: ItemId = None
-    status: Status = None
-    caller: Annotated[dict[str, Any] | None, DISCARD, _ABOUT] = None
-    name: Annotated[str | None, Field(max_length=256), _ABOUT] = None
-    namespace: Annotated[str | None, Field(max_length=256), _ABOUT] = None
-
-
-def _item_kind(value: object) -> str | None:
-    """The type of an item; a message may have none."""
-    return (type_of(value) or "message") if isinstance(value, dict) else "message"
-
-
-class ReasoningTextPart(Strict):
-    """Reasoning of the model."""
-
-    type: Literal["reasoning_text", "text"]
-    text: str
-
-
-class ReasoningItem(Strict):
-    """The reasoning before an answer that is sent back as it came."""
-
-    type: Literal["reasoning"]
-    content: Annotated[list[ReasoningTextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    summary: Annotated[list[Any] | None, DISCARD, Ignored("the reasoning itself is in content")] = None
-    encrypted_content: Annotated[str | None, DISCARD, Ignored("nothing is encrypted here")] = None
-    id: ItemId = None
-    status: Status = None
-
-
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
-    Discriminator(_item_kind),
-]
-ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
-
-
 class ClientFunction(Strict):
     """What the model may call, and the client runs. `strict`: its calls match the schema."""
 
@@ -184,29 +88,28 @@ class ClientFunction(Strict):
     description: str | None = None
     parameters: Parameters | None = None
     strict: bool | None = None
-    defer_loading: Annotated[bool | None, Ignored("every function is a part of the prompt")] = None
+    defer_loading: Annotated[bool | None, Ignored("every tool is a part of the prompt")] = None
+
+
+def _member_kind(value: object) -> str:
+    return "custom" if type_of(value) == "custom" else "function"
+
+
+GroupMember = Annotated[
+    Annotated[ClientFunction, Tag("function")] | Annotated[CustomTool, Tag("custom")],
+    Discriminator(_member_kind),
+]
 
 
 class FunctionGroup(Strict):
-    """Functions under one name, which each call of them has beside its own."""
+    """Functions and custom tools under one name, which each call of them has beside its own."""
 
     type: Literal["namespace"]
     name: FunctionName
     description: Annotated[
         str | None, Explained("that of a group precedes the one of its first function")
     ] = None
-    tools: Annotated[list[ClientFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def joined_name(group: str | None, name: str) -> str:
-    """The name of a function in the prompt. Functions without a group have no dot in their names."""
-    return f"{group}.{name}" if group else name
-
-
-def divided_name(name: str) -> tuple[str | None, str]:
-    """The group, if there is one, and the name of a function, from its name in the prompt."""
-    group, _, own_name = name.rpartition(".")
-    return group or None, own_name
+    tools: Annotated[list[GroupMember], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class OpenAiTool(ServerTool):
@@ -229,16 +132,21 @@ class OpenAiTool(ServerTool):
 
 
 SERVER_TOOLS = frozenset(get_args(OpenAiTool.model_fields["type"].annotation))
-TOOL_TAGS = ("function", "namespace", "server")
+CLIENT_TOOLS = ("function", "custom")
+TOOL_TYPES = frozenset({*CLIENT_TOOLS, "namespace", *SERVER_TOOLS})
+TOOL_TAGS = ("function", "custom", "namespace", "server")
 
 
 def _tool_kind(value: object) -> str:
     kind = type_of(value)
-    return "server" if kind in SERVER_TOOLS else "namespace" if kind == "namespace" else "function"
+    if kind in SERVER_TOOLS:
+        return "server"
+    return kind if kind in ("custom", "namespace") else "function"
 
 
 ResponsesTool = Annotated[
     Annotated[ClientFunction, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
     | Annotated[FunctionGroup, Tag("namespace")]
     | Annotated[OpenAiTool, Tag("server")],
     Discriminator(_tool_kind),
@@ -248,7 +156,7 @@ ResponsesTool = Annotated[
 class NamedFunctionChoice(Strict):
     """One of the tools."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: FunctionName
     namespace: FunctionName | None = None
 
@@ -402,9 +310,11 @@ class ResponsesRequest(Strict):
         if isinstance(self.input, str):
             chat.add(message_of("user", self.input), FieldPlace("input"))
         else:
-            _add_items(chat, self.input)
+            add_items(chat, self.input)
         if not chat.messages:
-            raise fault("input", "has only reasoning that cannot be read here; send a message as well")
+            raise fault(
+                "input", "has only reasoning and calls that cannot be read here; send a message as well"
+            )
         fields = {
             "max_tokens": "max_output_tokens",
             "messages": "input",
@@ -439,7 +349,7 @@ class ResponsesRequest(Strict):
             _ = request.tool_use
         return request
 
-    def _functions(self) -> Iterator[tuple[str, str, str | None, ClientFunction]]:
+    def _functions(self) -> Iterator[tuple[str, str, str | None, ClientFunction | CustomTool]]:
         """Yield the functions, each with its field, and with its name and description in the prompt.
 
         The description of a group precedes that of its first function alone: it may be as long as a body.
@@ -449,7 +359,7 @@ class ResponsesRequest(Strict):
         """
         for number, tool in enumerate(self.tools or ()):
             param = f"tools[{number}]"
-            if isinstance(tool, ClientFunction):
+            if isinstance(tool, ClientFunction | CustomTool):
                 yield param, tool.name, tool.description, tool
             elif isinstance(tool, FunctionGroup):
                 for member, function in enumerate(tool.tools):
@@ -479,64 +389,6 @@ class ResponsesRequest(Strict):
         raise fault(param, f"{tool.type} runs on OpenAI's servers, and this server runs no tools; {remedy}")
 
 
-def _add_items(chat: Translation, items: list[Any]) -> None:
-    """Translate items into messages of a chat.
-
-    Calls belong to the assistant's message before them, or else to a message without content. Reasoning, of one item or of several in a row,
-    belongs to whatever follows it.
-    """
-    answer: AnswerMessage | None = None  # the message for the next call
-    calls: list[ToolCall] = []
-    fields: list[str] = []
-    thoughts: list[str] = []  # reasoning that is not yet in a message
-
-    def reason(param: str) -> None:
-        nonlocal answer, calls, fields, thoughts
-        if thoughts:
-            answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
-            answer.reasoning_content = "\n\n".join(thoughts)
-            thoughts = []
-            chat.add(answer, FieldPlace(param, calls=fields))
-
-    param = "input"
-    for number, item in enumerate(consumed(items)):
-        if not isinstance(item, ReasoningItem):
-            reason(param)
-        param = f"input[{number}]"
-        if isinstance(item, FunctionCall):
-            if answer is None:
-                answer, calls, fields = AnswerMessage.model_construct(role="assistant"), [], []
-                chat.add(answer, FieldPlace(param, calls=fields))
-            calls.append(call_of(item.call_id, joined_name(item.namespace, item.name), item.arguments))
-            fields.append(f"{param}.arguments")
-            check_number_of_calls(calls, param)
-            answer.tool_calls = calls
-        elif isinstance(item, ReasoningItem):
-            text = "".join(part.text for part in item.content or ())
-            thoughts += [text] if text else []
-        elif isinstance(item, FunctionCallOutput):
-            answer = None
-            chat.add(
-                result_of(item.call_id, item.output), FieldPlace(f"{param}.output", result=f"{param}.call_id")
-            )
-        else:
-            answer_before, answer, calls, fields = answer, None, [], []
-            message = message_of(item.role, item.content)
-            place = FieldPlace(f"{param}.content", calls=fields)
-            if isinstance(message, AnswerMessage):
-                answer = message
-                if (
-                    answer_before is not None
-                    and answer_before.content is None
-                    and not answer_before.tool_calls
-                ):
-                    message.reasoning_content = answer_before.reasoning_content
-                    chat.messages[-1], chat.places[-1] = message, place
-                    continue
-            chat.add(message, place)
-    reason(param)
-
-
 def _choice(choice: str | NamedFunctionChoice | AllowedFunctions | None) -> Any:
     """The same choice as a field of a chat."""
     if isinstance(choice, NamedFunctionChoice):
@@ -564,7 +416,9 @@ NOT_SERVED: NotServed = {
     "truncation": (("disabled",), "a conversation that is too long is rejected; shorten it and omit this"),
 }  # fmt: skip
 
-TAGS = frozenset({"text", "parts", "output_text", *CHOICE_TAGS, *ITEM_TYPES, *TOOL_TAGS, *ANSWER_PART_TYPES})
+TAGS = frozenset(
+    {"text", "parts", "output_text", "grammar", *CHOICE_TAGS, *ITEM_TAGS, *TOOL_TAGS, *ANSWER_PART_TYPES}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,9 +431,20 @@ class Repeated:
     top_p: float
     form: TextFormat | None
     metadata: dict[str, str]
-    tools: Sequence[ClientFunction | FunctionGroup] = ()
+    tools: Sequence[ClientFunction | CustomTool | FunctionGroup] = ()
     tool_choice: str | NamedFunctionChoice | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of custom tools in the prompt."""
+        groups = [tool for tool in self.tools if isinstance(tool, FunctionGroup)]
+        members = [(group.name, tool) for group in groups for tool in group.tools]
+        return frozenset(
+            joined_name(group, tool.name)
+            for group, tool in [*((None, tool) for tool in self.tools), *members]
+            if isinstance(tool, CustomTool)
+        )
 
     @property
     def num_characters(self) -> int:
@@ -602,19 +467,19 @@ def parse_responses_request(value: object) -> TranslatedRequest:
         InvalidTypeError: the body is not an object.
         ApiError: 400, naming the first invalid field and the remedy.
     """
-    remedy = "send tools of type function, and run them in the client"
-    refuse_types(entries_of(value, "tools", "tools[{}]"), {"function", "namespace", *SERVER_TOOLS}, remedy)
+    remedy = "send tools of type function or custom, and run them in the client"
+    refuse_types(entries_of(value, "tools", "tools[{}]"), TOOL_TYPES, remedy)
     for param, tool in entries_of(value, "tools", "tools[{}]"):
         if _tool_kind(tool) == "namespace":
-            refuse_types(entries_of(tool, "tools", param + ".tools[{}]"), ("function",), remedy)
+            refuse_types(entries_of(tool, "tools", param + ".tools[{}]"), CLIENT_TOOLS, remedy)
     choice = value.get("tool_choice") if isinstance(value, dict) else None
-    kinds = "choose a function, allowed_tools, none, auto or required"
-    refuse_types([("tool_choice", choice)], ("function", "allowed_tools"), kinds)
-    refuse_types(entries_of(choice, "tools", "tool_choice.tools[{}]"), ("function",), "choose functions")
+    kinds = "choose a function, a custom tool, allowed_tools, none, auto or required"
+    refuse_types([("tool_choice", choice)], (*CLIENT_TOOLS, "allowed_tools"), kinds)
+    refuse_types(entries_of(choice, "tools", "tool_choice.tools[{}]"), CLIENT_TOOLS, "choose functions")
     refuse_types(
         entries_of(value, "input", "input[{}]"),
         ITEM_TYPES,
-        "send messages, reasoning, function_call and function_call_output alone",
+        "send messages, reasoning, and calls of tools with their outputs",
     )
     request = validated(ResponsesRequest, value, NOT_SERVED, TAGS)
     if request.stream_options is not None and not request.stream:

@@ -10,6 +10,8 @@ from typing import Any
 from mmd_workers.gateway.answers.answer_part import Piece
 from mmd_workers.gateway.answers.block_shape import OneAnswer, WholeAnswer, named_event
 from mmd_workers.gateway.answers.usage import Usage
+from mmd_workers.gateway.api.responses.custom_tools import CustomTool, InputReader, input_of
+from mmd_workers.gateway.api.responses.responses_items import divided_name
 from mmd_workers.gateway.api.responses.responses_request import (
     AllowedFunctions,
     ClientFunction,
@@ -17,12 +19,12 @@ from mmd_workers.gateway.api.responses.responses_request import (
     NamedFunctionChoice,
     Repeated,
     TextFormat,
-    divided_name,
 )
 from mmd_workers.gateway.basics.api_errors import ApiError, ErrorShape
 from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
 
-_ID_KINDS = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_ID_KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_CALLS = ("function_call", "custom_tool_call")
 
 
 class ResponsesShape(OneAnswer):
@@ -34,6 +36,8 @@ class ResponsesShape(OneAnswer):
     def __init__(self, response_id: str, given: Repeated) -> None:
         super().__init__()
         self._given = given
+        self._custom_tools = given.custom_tools
+        self._input = InputReader()  # of the last call, if it is one of a custom tool
         self._id_suffix = response_id.rpartition("_")[2]
         self._head: dict[str, Any] = {}
         self._next_number = 0
@@ -57,27 +61,41 @@ class ResponsesShape(OneAnswer):
             yield self._event("response.output_text.delta", **self._part_place(number), **delta)
         elif isinstance(piece, ReasoningPart):
             yield self._event("response.reasoning_text.delta", **self._part_place(number), delta=piece.text)
+        elif self._kind(number) == "custom_tool_call":
+            yield from self._input_delta(number, self._input.push(piece.arguments))
         elif piece.arguments:
             place = self._place(number)
             yield self._event("response.function_call_arguments.delta", **place, delta=piece.arguments)
 
+    def _input_delta(self, number: int, text: str) -> Iterator[str]:
+        """The event for more of the input of a custom tool; none if there is no text."""
+        if text:
+            place = self._place(number)
+            yield self._event("response.custom_tool_call_input.delta", **place, delta=text)
+
     def _begin_of_item(self, number: int) -> Iterator[str]:
         item = self._item(number, "in_progress", empty=True)
         yield self._event("response.output_item.added", output_index=number, item=item)
-        if item["type"] != "function_call":
+        if item["type"] == "custom_tool_call":
+            self._input = InputReader()
+        if item["type"] not in _CALLS:
             part = _part("", item["type"])
             yield self._event("response.content_part.added", **self._part_place(number), part=part)
 
     def _end_of_item(self, number: int, status: str) -> Iterator[str]:
         text = self._streamed.shown[number].text
         item = self._item(number, status)
-        if item["type"] != "function_call":
+        if item["type"] not in _CALLS:
             place = self._part_place(number)
             if item["type"] == "message":
                 yield self._event("response.output_text.done", **place, text=text, logprobs=[])
             else:
                 yield self._event("response.reasoning_text.done", **place, text=text)
             yield self._event("response.content_part.done", **place, part=_part(text, item["type"]))
+        elif item["type"] == "custom_tool_call":
+            yield from self._input_delta(number, self._input.flush())
+            fields = {**self._place(number), "input": item["input"]}
+            yield self._event("response.custom_tool_call_input.done", **fields)
         else:
             fields = {**self._place(number), "name": item["name"], "arguments": text}
             yield self._event("response.function_call_arguments.done", **fields)
@@ -117,8 +135,15 @@ class ResponsesShape(OneAnswer):
     def _part_place(self, number: int) -> dict[str, Any]:
         return {**self._place(number), "content_index": 0}
 
+    def _kind(self, number: int) -> str:
+        """The type of an item."""
+        block = self._streamed.shown[number]
+        if block.call_id is not None:
+            return "custom_tool_call" if block.name in self._custom_tools else "function_call"
+        return "reasoning" if block.kind == "reasoning" else "message"
+
     def _item_id(self, number: int) -> str:
-        kind = _ID_KINDS[self._streamed.shown[number].kind]
+        kind = _ID_KINDS[self._kind(number)]
         return f"{kind}_{self._id_suffix}{f'_{number}' if number else ''}"
 
     def _output(self, whole: WholeAnswer, status: str) -> list[dict[str, Any]]:
@@ -128,20 +153,20 @@ class ResponsesShape(OneAnswer):
         return [self._item(n, status if n == last else "completed") for n in range(last + 1)]
 
     def _item(self, number: int, status: str, *, empty: bool = False) -> dict[str, Any]:
-        block = self._streamed.shown[number]
+        block, kind = self._streamed.shown[number], self._kind(number)
         text = "" if empty else block.text
         if block.call_id is not None:
             group, name = divided_name(block.name or "")
+            is_custom = kind == "custom_tool_call"
             call = {
-                "type": "function_call",
+                "type": kind,
                 "id": self._item_id(number),
                 "call_id": block.call_id,
                 "name": name,
-                "arguments": text,
+                **({"input": input_of(text)} if is_custom else {"arguments": text}),
                 "status": status,
             }
             return call if group is None else {**call, "namespace": group}
-        kind = "reasoning" if block.kind == "reasoning" else "message"
         content = [] if empty else [_part(text, kind)]
         item = {"type": kind, "id": self._item_id(number), "status": status, "content": content}
         return {**item, "summary": []} if kind == "reasoning" else {**item, "role": "assistant"}
@@ -216,7 +241,10 @@ def _status(whole: WholeAnswer) -> str:
     return "incomplete" if whole.finish_reason == "length" else "completed"
 
 
-def _given_tool(tool: ClientFunction | FunctionGroup) -> dict[str, Any]:
+def _given_tool(tool: ClientFunction | CustomTool | FunctionGroup) -> dict[str, Any]:
+    if isinstance(tool, CustomTool):
+        form = {"type": "text"} if tool.format is None else tool.format.model_dump()
+        return {"type": tool.type, "name": tool.name, "description": tool.description, "format": form}
     if isinstance(tool, FunctionGroup):
         return {
             "type": tool.type,
