@@ -13,6 +13,7 @@ from PIL import Image
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.spec.media import MediaPolicy
+from mmd_workers.gateway.intake.file_kind import HEAD_BYTES, kind_of
 from mmd_workers.media.containers import sniff
 from mmd_workers.media.decode import decode_image, decode_video
 from mmd_workers.media.frames import find_frames
@@ -195,3 +196,10 @@ async def test_animations_decode_in_the_sandbox() -> None:
             assert [number_of(frame) for frame in clip.frames] == [0, 11]
     finally:
         await pool.close()
+
+
+def test_an_uploaded_animation_is_an_image_unless_its_content_type_says_video() -> None:
+    for fmt in FORMATS:
+        head = animation(fmt)[:HEAD_BYTES]
+        assert kind_of(head, "", f"a.{fmt.lower()}") == kind_of(head, "", "") == "image"
+        assert kind_of(head, f"video/{fmt.lower()}", "") == "video"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import struct
 
+import av
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media.decode import decode_audio
 from mmd_workers.media.probe import probe
 
-from .hostile_files import pcm
+from .hostile_files import file, pcm
 from .media_samples import audio_bytes, tone
 
 POLICY = MediaPolicy()
@@ -89,3 +91,42 @@ HEADERS = {
 def test_a_header_that_lies_is_refused(name: str) -> None:
     with pytest.raises(BadMediaError, match="; "):
         probe(HEADERS[name], "audio", POLICY)
+
+
+def in_caf(m4a: bytes, heard: int, priming: int) -> bytes:
+    """AAC of an M4A in a CAF, as Apple's programs write it, with the samples of the encoder's delay."""
+    with av.open(io.BytesIO(m4a)) as opened:
+        stream = opened.streams.audio[0]
+        settings, rate = bytes(stream.codec_context.extradata), stream.codec_context.sample_rate
+        packets = [bytes(packet) for packet in opened.demux(stream) if packet.size]
+
+    def part(name: bytes, body: bytes) -> bytes:
+        return name + struct.pack(">q", len(body)) + body
+
+    def descriptor(tag: int, body: bytes) -> bytes:
+        return bytes([tag, 0x80, 0x80, 0x80, len(body)]) + body
+
+    decoder = descriptor(4, b"\x40\x15" + bytes(11) + descriptor(5, settings))
+    sizes = b"".join(
+        bytes([128 | len(packet) >> 7, len(packet) & 127])[len(packet) < 128 :] for packet in packets
+    )
+    padding = 1024 * len(packets) - heard - priming
+    return b"".join(
+        (
+            b"caff\0\1\0\0",
+            part(b"desc", struct.pack(">d4sIIIII", rate, b"aac ", 2, 0, 1024, 1, 0)),
+            part(b"kuki", descriptor(3, bytes(3) + decoder + descriptor(6, b"\2"))),
+            part(b"pakt", struct.pack(">qqii", len(packets), heard, priming, padding) + sizes),
+            part(b"data", bytes(4) + b"".join(packets)),
+        )
+    )
+
+
+def test_the_delay_and_the_padding_of_aac_in_caf_are_not_heard() -> None:
+    m4a = file("speech.m4a")
+    expected = probe(m4a, "audio", POLICY)
+    data = in_caf(m4a, expected.num_samples, 1024)
+    info = probe(data, "audio", POLICY)
+    assert (info.container, info.num_samples) == ("caf", expected.num_samples)
+    heard = decode_audio(data, info, 44_100, info.num_samples).waveform
+    np.testing.assert_array_equal(heard, decode_audio(m4a, expected, 44_100, info.num_samples).waveform)
