@@ -63,6 +63,9 @@ def number_of(pixels):
     return sum(1 << bit for bit, level in enumerate(stripes) if level > 128)
 
 
+PIXEL_FORMATS = {"mjpeg": "yuvj420p", "prores_ks": "yuv422p10le"}
+
+
 def video_bytes(
     codec="libx264",
     container="mp4",
@@ -80,7 +83,7 @@ def video_bytes(
         av.open(out.name, "w", format=container, options=mux or {}) as c,
     ):
         s = c.add_stream(codec, rate=fps, options=options or {})
-        s.width, s.height, s.pix_fmt = width, height, "yuv420p"
+        s.width, s.height, s.pix_fmt = width, height, PIXEL_FORMATS.get(codec, "yuv420p")
         if rotation:
             s.set_display_rotation(rotation)
         for i in range(frames):
@@ -124,6 +127,11 @@ AUDIO_KINDS = [
     ("aac", "fltp", "ipod", 44100),
     ("aac", "fltp", "mp4", 48000),
     ("aac", "fltp", "adts", 44100),
+    ("pcm_s16be", "s16", "caf", 44100),
+    ("alac", "s16p", "caf", 44100),
+    ("pcm_alaw", "s16", "au", 8000),
+    ("pcm_mulaw", "s16", "wav", 8000),
+    ("pcm_s24le", "s32", "w64", 48000),
 ]
 VIDEO_KINDS = [
     ("libx264", "mp4", {}),
@@ -134,4 +142,11 @@ VIDEO_KINDS = [
     ("libvpx", "webm", {"deadline": "good", "cpu-used": "5", "auto-alt-ref": "1", "lag-in-frames": "16"}),
     ("mpeg4", "mp4", {}),
     ("mpeg4", "avi", {}),
+    ("libx264", "flv", {"bf": "2"}),
+    ("flv", "flv", {}),
+    ("mpeg2video", "vob", {"bf": "2", "g": "12"}),
+    ("mpeg1video", "mpeg", {"bf": "2", "g": "12"}),
+    ("mjpeg", "avi", {}),
+    ("mjpeg", "mov", {}),
+    ("prores_ks", "mov", {}),
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
+from mmd_api.contract.errors import BadMediaError
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.media.containers import MAX_DESCRIBING_CHUNKS, _recovery_frames
 from mmd_workers.media.decode import decode_image
@@ -91,6 +92,15 @@ def test_endless_png_texts_are_not_all_read_and_hide_no_exif() -> None:
     end = data.rindex(b"IEND") - 4
     many = data[:end] + text * (4 * MAX_DESCRIBING_CHUNKS) + data[end:]
     assert decoded(many).shape == (4, 6, 3)
+
+
+def test_the_preview_of_a_camera_raw_file_is_not_taken_for_its_picture() -> None:
+    preview = image_bytes("TIFF", tiffinfo={254: 1, 330: 8})
+    with pytest.raises(
+        BadMediaError, match="the first page of the tiff is a preview, as in camera raw files; convert"
+    ):
+        probe(preview, "image", POLICY)
+    assert probe(image_bytes("TIFF", tiffinfo={254: 1}), "image", POLICY).width == 64
 
 
 def tiff(width: int, height: int, pixels: bytes, **tags: int) -> bytes:

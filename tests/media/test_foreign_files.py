@@ -29,8 +29,10 @@ SIXTEEN_BITS_OF_GREY = {"grey16.png", "grey16.tiff"}
 SITED = {"ten-bit.mp4", "ten-bit.mkv"}
 """Whose chroma FFmpeg 8 puts where it belongs between pixels, and FFmpeg 5 does not."""
 BRIGHTNESS = np.array([0.299, 0.587, 0.114])
-LOSSLESS_SOUND = {name for name in SOUNDS if name.endswith((".wav", ".flac"))} | {"lossless.m4a"}
-LOSSLESS_SOUND -= {"adpcm.wav", "gsm.wav"}
+LOSSLESS_SOUND = {name for name in SOUNDS if name.endswith((".wav", ".flac", ".w64", ".caf", ".au"))} | {
+    "lossless.m4a"
+}
+LOSSLESS_SOUND -= {"adpcm.wav", "ms-adpcm.wav", "ima4.caf", "gsm.wav"}
 
 
 def read(name: str) -> bytes:
@@ -99,7 +101,7 @@ def test_of_an_animated_avif_the_first_frame_counts_as_of_a_gif() -> None:
     assert decode_image(read("animated.avif"), info).pixels.shape == (48, 64, 3)
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", [name for name in IMAGES if not name.startswith("animated")])
 def test_refusing_an_image_sent_as_video_names_its_format(name: str) -> None:
     format_ = suffix(name).replace("jpg", "jpeg")
     with pytest.raises(BadMediaError, match=f"declared as video, but the bytes are {format_}"):

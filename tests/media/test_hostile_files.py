@@ -356,6 +356,15 @@ async def test_packets_of_other_tracks_do_not_count_however_many_there_are(pool:
     assert result.num_frames == 5
 
 
+async def test_a_million_packets_of_sound_before_the_pictures_of_an_flv_take_little_memory(
+    pool: DecodePool,
+) -> None:
+    data, tag = file("h264.flv"), b"\x08\0\0\1" + bytes(7) + b"\x0f" + u32(12)
+    result = await sent(pool, data[:13] + tag * 1_500_000 + data[13:], "video")
+    assert isinstance(result, MediumInfo), f"refused: {result}"
+    assert result.num_frames == 12
+
+
 async def test_an_animation_costs_its_first_picture(pool: DecodePool) -> None:
     frames = [Image.fromarray(np.full((600, 800, 3), shade, np.uint8)) for shade in range(0, 250, 25)]
     for format_ in ("GIF", "PNG", "WEBP"):

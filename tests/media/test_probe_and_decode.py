@@ -37,6 +37,7 @@ from .media_samples import (
 )
 
 POLICY = MediaPolicy()
+W64_HEAD = bytes.fromhex("726966662e91cf11a5d628db04c10000")
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -141,7 +142,7 @@ def every_frame(data):
 
 def table_of(data, info):
     with containers.open_av(data, info.container, packets_only=True) as opened:
-        return containers.video_table(opened, containers.video_stream(opened), 10_000)
+        return containers.video_table(opened, containers.video_stream(opened, info.container), 10_000)
 
 
 def drifting(i, w, h):
@@ -212,9 +213,11 @@ def test_of_a_picture_with_a_million_empty_units_few_are_looked_at(picture, head
 
 def test_to_measure_a_video_no_picture_is_decoded():
     with containers.open_av(video_bytes(), "mp4", packets_only=True) as opened:
-        assert containers.video_stream(opened).codec_context.format is None  # FFmpeg learns it from pictures
+        assert (
+            containers.video_stream(opened, "mp4").codec_context.format is None
+        )  # FFmpeg learns it from pictures
     with containers.open_av(video_bytes(), "mp4") as opened:
-        assert containers.video_stream(opened).codec_context.format.name == "yuv420p"
+        assert containers.video_stream(opened, "mp4").codec_context.format.name == "yuv420p"
 
 
 def test_refusing_a_container_with_a_false_picture_size_names_both_sizes():
@@ -600,6 +603,8 @@ def test_half_a_file_is_refused(make, modality):
     [(b"\x89PNG\r\n\x1a\n", "image"), (b"\xff\xd8\xff\xe0", "image"), (b"RIFF\x00\x10\x00\x00WEBP", "image"), (b"BM", "image"),
      (b"GIF89a", "image"), (b"\x00\x00\x00\x18ftypisom", "video"), (b"\x1a\x45\xdf\xa3", "video"), (b"\x47", "video"),
      (b"RIFF\x00\x10\x00\x00AVI ", "video"), (b"RIFF\x00\x10\x00\x00WAVE", "audio"), (b"OggS", "audio"), (b"fLaC", "audio"),
+     (b"caff\x00\x01\x00\x00", "audio"), (b".snd\x00\x00\x00\x18", "audio"), (W64_HEAD, "audio"), (b"BW64\xff\xff\xff\xffWAVE", "audio"),
+     (b"FLV\x01\x05\x00\x00\x00\x09", "video"), (b"\x00\x00\x01\xba\x44", "video"),
      (b"\xff\xfb\x90", "audio"), (b"\xff\xf1\x50", "audio"), (b"ID3\x03\x00\x00\x00\x00\x00\x05", "audio")],
 )  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -13,7 +13,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 IMAGES = {"png", "jpg", "webp", "gif", "bmp", "tiff", "avif", "heic"}
-VIDEOS = {"mp4", "mov", "mkv", "webm", "ts", "avi"}
+VIDEOS = {"mp4", "mov", "mkv", "webm", "ts", "avi", "flv", "mpg", "mts", "3gp"}
 UPRIGHT = {  # of which ImageMagick 6 and avifdec do not know
     "turned.png": ["-rotate", "90"],
     "turned.avif": ["-rotate", "90"],
@@ -129,6 +129,8 @@ def shown(name: str) -> dict[str, object]:
 
 def sound(name: str) -> dict[str, object]:
     rate, channels = map(int, probed(name, "a:0", "sample_rate,channels"))
+    if name == "lossless.caf":  # FFmpeg cuts the end of ALAC in CAF off twice
+        return sound("lossless.m4a")
     if name.endswith(".ogg"):  # FFmpeg miscounts the end of Vorbis
         raw = run("oggdec", "-Q", "-R", "-o", "-", name)
     else:

@@ -161,4 +161,23 @@ $ffmpeg $clip -i "$work/48.wav" -c:v libvpx -b:v 30k -c:a libopus -b:a 24k -bite
 $ffmpeg $clip -i "$work/44.wav" -c:v mpeg4 -q:v 10 -c:a libmp3lame -b:a 32k -bitexact sound.avi
 $ffmpeg $clip -i "$work/44.wav" -c:v mpeg2video -q:v 10 -c:a mp2 -b:a 64k -bitexact sound.ts
 
+# ---- other containers ----
+$ffmpeg -i mu-law.wav -c copy -bitexact mu-law.au
+$ffmpeg -i sixteen.wav -c:a pcm_s16be -bitexact sixteen.caf
+$ffmpeg -i lossless.m4a -c copy -bitexact lossless.caf
+$ffmpeg -i sixteen.wav -c copy -bitexact sixteen.w64
+$ffmpeg -i lossless.m4a -c:a adpcm_ima_qt -bitexact ima4.caf
+$ffmpeg -i lossless.m4a -c:a adpcm_ms -bitexact ms-adpcm.wav
+$ffmpeg -i sixteen.wav -c copy -rf64 always -bitexact "$work/rf64.wav"
+{ printf BW64; tail -c +5 "$work/rf64.wav"; } > bw64.wav
+$ffmpeg -i h264.mp4 -c copy -bitexact h264.flv
+$ffmpeg $clip -i lossless.m4a -pix_fmt yuv420p -c:v flv1 -q:v 8 -c:a libmp3lame -b:a 32k -bitexact sorenson.flv
+$ffmpeg -i lossless.m4a $test -c:v mpeg2video -r 25 -bf 2 -g 6 -q:v 16 -c:a mp2 -b:a 64k -bitexact -f vob program.mpg
+$ffmpeg -i interlaced.mp4 -i lossless.m4a -c:v copy -c:a ac3 -ar 48000 -b:a 96k -bitexact -f mpegts -mpegts_m2ts_mode 1 avchd.mts
+$ffmpeg $short -pix_fmt yuvj420p -c:v mjpeg -q:v 12 -bitexact mjpeg.avi
+$ffmpeg $short -pix_fmt yuvj422p -c:v mjpeg -q:v 12 -bitexact mjpeg.mov
+$ffmpeg $short -pix_fmt yuv422p10le -c:v prores_ks -profile:v 0 -bitexact prores.mov
+$ffmpeg $short -s 128x96 -c:v h263 -g 5 -q:v 16 -bitexact "$work/h263.3gp"
+$ffmpeg -i "$work/h263.3gp" -i narrow.amr -c copy -bitexact h263.3gp
+
 "${PYTHON:-python3}" expected.py

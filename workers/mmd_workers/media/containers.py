@@ -44,19 +44,30 @@ _DEMUXERS = {
     "mp4": "mov",
     "matroska": "matroska",
     "avi": "avi",
+    "flv": "flv",
     "mpegts": "mpegts",
+    "mpegps": "mpeg",
     "ogg": "ogg",
     "wav": "wav",
+    "w64": "w64",
+    "caf": "caf",
+    "au": "au",
     "flac": "flac",
     "mp3": "mp3",
     "aac": "aac",
     "amr": "amr",
+    "avif": "mov",
+    "heic": "mov",
 }
 CONTAINERS: dict[Modality, frozenset[str]] = {
     "image": frozenset(IMAGE_FORMATS),
-    "video": frozenset({"mp4", "matroska", "avi", "mpegts", "ogg"}),
-    "audio": frozenset(_DEMUXERS),  # a video's sound track counts as audio
+    "video": frozenset(
+        {"mp4", "matroska", "avi", "flv", "mpegts", "mpegps", "ogg", "gif", "png", "webp", "avif", "heic"}
+    ),
+    "audio": frozenset(_DEMUXERS) - frozenset(IMAGE_FORMATS),  # a video's sound track counts as audio
 }
+ISO_MEDIA = frozenset({"mp4", "avif", "heic"})
+"""ISO base media files. Images may have tracks of pictures (ISO/IEC 23008-12, 7)."""
 DOCUMENT = "pdf"
 """Container of pages, each an image. An image part of a request does not take it."""
 PIXEL_MODES = frozenset(
@@ -69,27 +80,28 @@ PROBED_BYTES = 2**20
 """Bytes of packets that FFmpeg reads and holds while it opens a file. Each packet takes another half kilobyte: with FFmpeg's own
 5 MB, a subtitle with one byte per packet takes all memory that a decode may use.
 """
-_HEADED = frozenset({"mp4", "matroska", "avi"})
-"""Containers whose headers describe every stream: packets add little. A transport stream may show its first picture late."""
+_HEADED = frozenset({"mp4", "matroska", "avi", "avif", "heic", "flv", "mpegps"})
+"""Containers whose headers or first packets describe every stream. A transport stream may show its first picture late."""
 SEI_BYTES = 256  # limit for reading the messages of an SEI unit
 MAX_DESCRIBING_CHUNKS = 256  # limit for the chunks of a PNG with text or EXIF
 # Each scan of a JPEG is decoded over all its pixels and may have few bytes. Progressive files have about 10.
 MAX_SCANS = 100
 MAX_ITEMS = 1000  # libheif's limit for HEIC, applied to AVIF: the cells of a grid may share their bytes
-LEAST_STREAMED_BYTES = 0x7FFF0000
-"""Least size in a WAVE header that stands for an unknown one: what programs write to a pipe, GStreamer the least of them."""
 _DESCRIBING_KEYWORDS = (b"XML:com.adobe.xmp\0", b"Raw profile type ")
 _UNPACKED_CHUNKS = (b"zTXt", b"iTXt", b"iCCP")
 MIN_UNPACKED_BYTES = 512
 """Least size of a chunk that may unpack to 1 MiB, Pillow's limit: zlib shrinks to a thousandth at most."""
 _ORIENTATION = ExifTags.Base.Orientation
+_NEW_SUBFILE_TYPE, _SUB_DIRECTORIES = 254, 330  # tags of TIFF
 _AVIF_BRANDS = frozenset({b"avif", b"avis"})
 _HEIF_BRANDS = frozenset(
     {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"mif2", b"msf1"}
 )
+_SEQUENCE_BRANDS = frozenset({b"avis", b"msf1", b"hevc", b"hevx", b"hevm", b"hevs"})
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd9-\xfe]")  # JPEG markers with a segment; decoders skip lower ones
 _TRANSPORT_PACKETS = ((4, 192), (0, 204))
 """Where the sync bytes (G) of longer packets of a transport stream are: behind a time (AVCHD, BDAV), or before check bytes (DVB)."""
+_W64_RIFF = b"riff\x2e\x91\xcf\x11\xa5\xd6\x28\xdb\x04\xc1\0\0"
 _QUICKTIME_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
@@ -109,6 +121,11 @@ def sniff(data: bytes) -> str | None:
         (b"OggS", "ogg"),
         (b"fLaC", "flac"),
         (b"#!AMR", "amr"),
+        (b"caff", "caf"),
+        (b".snd", "au"),
+        (_W64_RIFF, "w64"),
+        (b"FLV\x01", "flv"),
+        (b"\0\0\x01\xba", "mpegps"),
         (b"II*\0", "tiff"),
         (b"MM\0*", "tiff"),
         (b"II+\0", "tiff"),  # BigTIFF; Pillow does not read its other byte order
@@ -118,7 +135,7 @@ def sniff(data: bytes) -> str | None:
             return name
     if head[:4] == b"RIFF":
         return {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}.get(head[8:12])
-    if head[:4] == b"RF64" and head[8:12] == b"WAVE":
+    if head[:4] in (b"RF64", b"BW64") and head[8:12] == b"WAVE":
         return "wav"
     if head[4:8] in _QUICKTIME_ATOMS:
         return _still_image(head) or "mp4"
@@ -141,9 +158,13 @@ def _still_image(head: bytes) -> str | None:
         return "avif"
     if major not in _HEIF_BRANDS:
         return None
+    return "avif" if major in (b"mif1", b"msf1") and _brands(head) & _AVIF_BRANDS else "heic"
+
+
+def _brands(head: bytes) -> set[bytes]:
+    """The major and the compatible brands of an ISO base media file (ISO/IEC 14496-12, 4.3)."""
     end = min(len(head), struct.unpack_from(">I", head)[0])
-    compatible = {head[at : at + 4] for at in range(16, end - 3, 4)}
-    return "avif" if major in (b"mif1", b"msf1") and compatible & _AVIF_BRANDS else "heic"
+    return {head[8:12], *(head[at : at + 4] for at in range(16, end - 3, 4))}
 
 
 def _mpeg_audio(head: bytes) -> str | None:
@@ -220,32 +241,44 @@ def turned_by_pillow(image: Image.Image) -> bool:
     return isinstance(image, TiffImagePlugin.TiffImageFile) and _ORIENTATION in image.tag_v2
 
 
+def png_chunks(png: bytes) -> Iterator[tuple[bytes, int]]:
+    """Type of each chunk, and the offset of its body."""
+    at = 8
+    while at + 12 <= len(png):
+        yield png[at + 4 : at + 8], at + 8
+        at += 12 + int.from_bytes(png[at : at + 4], "big")
+
+
+def is_preview(image: Image.Image) -> bool:
+    """Whether the first page of a TIFF is a small copy of the picture, which camera raw files have elsewhere (TIFF 6.0, NewSubfileType)."""
+    tags = getattr(image, "tag_v2", {})
+    try:
+        kind = tags.get(_NEW_SUBFILE_TYPE, 0)
+    except BROKEN_IMAGE:
+        return False
+    return _SUB_DIRECTORIES in tags and isinstance(kind, int) and kind & 1 == 1
+
+
 def _without_texts(png: bytes) -> bytes:
     """A PNG without compressed texts and profiles that Pillow may refuse for their size; they are no part of the picture."""
-    if not any(kind in png for kind in _UNPACKED_CHUNKS):
-        return png
-    kept, begin, at = [], 0, 8
-    while at + 12 <= len(png):
-        size = int.from_bytes(png[at : at + 4], "big")
-        if size >= MIN_UNPACKED_BYTES and png[at + 4 : at + 8] in _UNPACKED_CHUNKS:
-            kept.append(png[begin:at])
-            begin = at + 12 + size
-        at += 12 + size
-    return b"".join([*kept, png[begin:]])
+    kept, begin = [], 0
+    for kind, at in png_chunks(png):
+        size = int.from_bytes(png[at - 8 : at - 4], "big")
+        if kind in _UNPACKED_CHUNKS and size >= MIN_UNPACKED_BYTES:
+            kept.append(png[begin : at - 8])
+            begin = at + size + 4
+    return b"".join([*kept, png[begin:]]) if kept else png
 
 
 def _description(png: bytes) -> bytes:
     """A PNG with only the chunks that may have an orientation (PNG, third edition, 5.3), also those behind the pixels."""
-    chunks, at = [png[:8]], 8
-    while at + 12 <= len(png) and len(chunks) < MAX_DESCRIBING_CHUNKS:
-        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
-        kind = png[at + 4 : at + 8]
-        is_text = kind in (b"tEXt", b"zTXt", b"iTXt") and png.startswith(_DESCRIBING_KEYWORDS, at + 8)
+    chunks = [png[:8]]
+    for kind, at in png_chunks(png):
+        is_text = kind in (b"tEXt", b"zTXt", b"iTXt") and png.startswith(_DESCRIBING_KEYWORDS, at)
         if kind in (b"IHDR", b"eXIf") or is_text:
-            chunks.append(png[at:end])
-        if kind == b"IEND":
+            chunks.append(png[at - 8 : at + 4 + int.from_bytes(png[at - 8 : at - 4], "big")])
+        if kind == b"IEND" or len(chunks) >= MAX_DESCRIBING_CHUNKS:
             break
-        at = end
     return b"".join([*chunks, b"\0\0\0\0IEND\xae\x42\x60\x82"])
 
 
@@ -272,17 +305,22 @@ def open_av(data: bytes, container: str, *, packets_only: bool = False) -> Itera
         ) from error
 
 
-def video_stream(opened: Any) -> Any:
+def video_stream(opened: Any, container: str) -> Any:
     """The video stream that a player shows: the first one with the default flag, or else the first; cover art is none.
+
+    Of an image file it is the longest: FFmpeg has the still picture as a stream, too.
 
     Raises:
         BadMediaError: there is no video stream.
     """
     cover = av.stream.Disposition.attached_pic
-    stream = _chosen(stream for stream in opened.streams.video if not stream.disposition & cover)
+    shown = [stream for stream in opened.streams.video if not stream.disposition & cover]
+    if container in IMAGE_FORMATS:
+        shown.sort(key=lambda stream: -stream.frames)
+    stream = _chosen(shown)
     if stream is None:
         raise BadMediaError(
-            "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1 or MPEG-4 video"
+            "the file has no video stream that can be decoded; send H.264, HEVC, VP8, VP9, AV1, MPEG-2 or MPEG-4 video"
         )
     return _alone(opened, stream)
 
@@ -397,7 +435,7 @@ def video_table(opened: Any, stream: Any, max_packets: int) -> VideoTable:
     return table
 
 
-_TYPED_LEADING = frozenset({"mpeg2video", "mpeg4"})
+_TYPED_LEADING = pictures.MPEG_VIDEO | {"mpeg4"}
 """Codecs whose pictures before the first key frame in presentation order are all B pictures, and precede others in decode order."""
 
 
@@ -412,7 +450,7 @@ class _Beginning:
     def __init__(self, codec: Any) -> None:
         self._codec = codec.name
         self._header = bytes(codec.extradata or b"")
-        self._over = self._codec not in ("h264", "hevc", "mpeg2video", "mpeg4")
+        self._over = self._codec not in _TYPED_LEADING | {"h264", "hevc"}
         self._has_begun = False
         self._first_shown_pts: int | None = None
         self._refreshing: int | None = 0  # reference pictures until the first shown one; None: it is reached
@@ -453,7 +491,7 @@ class _Beginning:
             self._refreshing = (self._refreshing or 0) - reference
             return True
         self._refreshing, self._first_shown_pts = None, pts
-        self._over = self._codec == "mpeg2video" and _closed_gop(picture)
+        self._over = self._codec in pictures.MPEG_VIDEO and _closed_gop(picture)
         return False
 
     def _is_key(self, unit: bytes) -> bool:
@@ -518,7 +556,7 @@ def track_orientation(data: bytes, container: str, track_id: int) -> int:
 
     Source: ISO/IEC 14496-12, sections 8.2.2 and 8.3.2. Other containers: 1.
     """
-    if container != "mp4":
+    if container not in ISO_MEDIA:
         return 1
     for moov_start, moov_end in _boxes(data, 0, len(data), b"moov"):
         movie = next((_matrix(data, *box, 36) for box in _boxes(data, moov_start, moov_end, b"mvhd")), None)
@@ -531,6 +569,13 @@ def track_orientation(data: bytes, container: str, track_id: int) -> int:
                 shown = (*_direction(a * e + b * g, a * f + b * h), *_direction(c * e + d * g, c * f + d * h))
                 return _ORIENTATIONS.get(shown, 1)
     return 1
+
+
+def has_tracks(data: bytes, container: str) -> bool:
+    """Whether an image file declares a sequence of pictures, and has one."""
+    if container not in ISO_MEDIA or not _brands(data[:4096]) & _SEQUENCE_BRANDS:
+        return False
+    return any(True for _ in _boxes(data, 0, len(data), b"moov"))
 
 
 def _matrix(data: bytes, start: int, end: int, at: int) -> tuple[int, int, int, int] | None:
@@ -573,6 +618,7 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
     """
     codec = stream.codec_context
     rate, base = codec.sample_rate, stream.time_base
+    is_caf = opened.format.name == "caf"
     coarse = base * rate > 1  # durations are rounded to more than a sample (Matroska)
     blocks = BlockSizes(bytes(codec.extradata or b"") if codec.name == "vorbis" else b"")
     total = ticks = skipped = count = 0
@@ -596,10 +642,14 @@ def count_samples(opened: Any, stream: Any, max_packets: int) -> int:
             samples = blocks.samples(bytes(memoryview(packet)[:1]))
             total += max(0, samples - at_start - max(0, at_end - unplayed))
             continue
-        skipped += at_start + at_end
+        skipped += at_start + (0 if is_caf else at_end)  # the last duration of a CAF is without it
         if codec.name in ("opus", "libopus"):
             total += opus_samples(bytes(memoryview(packet)[:2]))
-        elif (coarse or opened.format.name == "mpegts") and codec.frame_size:  # ticks of 90 kHz are truncated
+        elif is_caf and codec.name.startswith("pcm_"):  # the last packet may be shorter than its duration
+            total += packet.size // (_pcm_bytes(codec.name) * codec.channels or 1)
+        elif (
+            coarse or opened.format.name in ("mpegts", "mpeg")
+        ) and codec.frame_size:  # ticks of 90 kHz are truncated
             total += codec.frame_size
         else:
             ticks += packet.duration or 0
@@ -614,26 +664,23 @@ def is_ogg_vorbis(opened: Any, stream: Any) -> bool:
     return bool(opened.format.name == "ogg" and stream.codec_context.name == "vorbis")
 
 
+def cuts_twice(opened: Any, stream: Any) -> bool:
+    """Whether FFmpeg cuts the end off twice: a CAF says how long the last packet of ALAC is, and so does the packet."""
+    return bool(opened.format.name == "caf" and stream.codec_context.name == "alac")
+
+
+def _pcm_bytes(codec: str) -> int:
+    """Bytes of a sample, from a name such as pcm_s24be; of A-law and mu-law 1."""
+    bits = re.search(r"\d+", codec)
+    return int(bits[0]) // 8 if bits else 1
+
+
 def _trimmed(packet: Any) -> tuple[int, int]:
     """Samples that the encoder marked to be cut from the beginning and the end of a packet."""
     if not packet.has_sidedata("skip_samples"):
         return 0, 0
     at_start, at_end = struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
     return at_start, at_end
-
-
-def wav_missing_bytes(data: bytes) -> int:
-    """Missing bytes of the sound that a RIFF WAVE header announces; 0 for streams of unknown length."""
-    at, size_of_rf64 = 12, 0
-    while at + 8 <= len(data):
-        name, size = struct.unpack_from("<4sI", data, at)
-        if name == b"ds64" and at + 24 <= len(data):
-            size_of_rf64 = struct.unpack_from("<Q", data, at + 16)[0]
-        if name == b"data":
-            announced = size_of_rf64 if size == 0xFFFFFFFF else size if size < LEAST_STREAMED_BYTES else 0
-            return max(0, at + 8 + announced - len(data)) if announced < 1 << 63 else 0
-        at += 8 + size + (size & 1)
-    return 0
 
 
 def opus_samples(head: bytes) -> int:

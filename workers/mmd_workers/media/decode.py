@@ -19,7 +19,7 @@ import soxr
 from PIL import Image, ImageChops
 
 from mmd_api.contract.errors import BadMediaError
-from mmd_workers.media import containers, document
+from mmd_workers.media import animations, containers, document
 from mmd_workers.media.medium import DecodedAudio, DecodedImage, DecodedVideo, MediumInfo
 
 log = logging.getLogger(__name__)
@@ -137,12 +137,26 @@ def decode_video(
     places: dict[int, list[int]] = {}
     for place, index in enumerate(frame_indices):
         places.setdefault(index, []).append(place)
-    with containers.open_av(data, info.container, packets_only=True) as opened:
-        stream = containers.video_stream(opened)
-        orientation = containers.track_orientation(data, info.container, stream.id)
-        table = containers.video_table(opened, stream, 2 * info.num_frames + 1024)
+    table, orientation = source_table(data, info)
     deliver(data, info, table, _FrameWriter(orientation, info, places, out))
     return DecodedVideo(out, list(frame_indices), info.fps, info.num_frames)
+
+
+def source_table(data: bytes, info: MediumInfo) -> tuple[containers.VideoTable, int]:
+    """The packets of a video, and the EXIF orientation in which its frames are shown.
+
+    Raises:
+        BadMediaError: the data is broken.
+    """
+    most = 2 * info.num_frames + 1024
+    if info.container in animations.CONTAINERS:
+        with containers.open_image(data, info.container) as image:
+            orientation = containers.orientation(image, data)
+        return animations.packet_table(data, info.container, most), orientation
+    with containers.open_av(data, info.container, packets_only=True) as opened:
+        stream = containers.video_stream(opened, info.container)
+        orientation = containers.track_orientation(data, info.container, stream.id)
+        return containers.video_table(opened, stream, most), orientation
 
 
 class Sink(Protocol):
@@ -223,6 +237,8 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
     In H.264, pictures in between are decoded only if others are predicted from them.
     """
     times = table.presentation()
+    if info.container in animations.CONTAINERS:  # each picture builds on the one before it
+        return False
     if times is None or len(times) != info.num_frames or table.misplaced:
         return False
     needed = {times[index]: index for index in writer.missing}
@@ -232,7 +248,7 @@ def _decode_needed(data: bytes, info: MediumInfo, table: containers.VideoTable, 
     if not runs or (not skips and sum(end - start + 1 for start, end in runs) > 0.75 * (last + 1)):
         return False
     with containers.open_av(data, info.container) as opened:
-        stream = containers.video_stream(opened)
+        stream = containers.video_stream(opened, info.container)
         decoder = stream.codec_context
         decoder.thread_count = DECODE_THREADS
         todo = iter(runs)
@@ -310,8 +326,12 @@ def _decode_scan(data: bytes, info: MediumInfo, writer: Sink) -> None:
 
 
 def _frames(data: bytes, info: MediumInfo) -> Iterator[Any]:
+    if info.container in animations.CONTAINERS:
+        for picture in animations.pictures(data, info.container):
+            yield av.VideoFrame.from_ndarray(np.asarray(_rgb(picture)), format="rgb24")
+        return
     with containers.open_av(data, info.container) as opened:
-        stream = containers.video_stream(opened)
+        stream = containers.video_stream(opened, info.container)
         stream.codec_context.thread_count = DECODE_THREADS
         for packet in containers.packets(opened, stream):
             yield from packet.decode()
@@ -353,6 +373,8 @@ def _source_waveform(data: bytes, info: MediumInfo) -> npt.NDArray[np.float32]:
         to_float = av.AudioResampler(format="flt")  # PyAV reads only eight planes, and then other memory
         packets = containers.audio_packets(opened, stream)
         frames: Iterator[Any] = (frame for packet in packets for frame in packet.decode())
+        if containers.cuts_twice(opened, stream):
+            stream.codec_context.flags2 |= av.codec.context.Flags2.skip_manual
         if containers.is_ogg_vorbis(opened, stream):
             stream.codec_context.flags2 |= av.codec.context.Flags2.skip_manual
             frames = islice(frames, 1, None)  # the first one has no samples that are meant to be heard

@@ -42,8 +42,7 @@ def find_frames(
     Raises:
         BadMediaError: the video cannot be decoded, or only at a cost beyond the limit.
     """
-    with containers.open_av(data, info.container, packets_only=True) as opened:
-        table = containers.video_table(opened, containers.video_stream(opened), 2 * info.num_frames + 1024)
+    table, _ = decode.source_table(data, info)
     if table.num_frames != info.num_frames:
         raise BadMediaError("the video's packets cannot be read twice alike; re-encode the file")
     clock = _Clock(table, info)

@@ -17,6 +17,7 @@ MIN_CODED_BYTES = (
 )
 _HIGH_PROFILES = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135})
 _B_SLICE = 1
+MPEG_VIDEO = frozenset({"mpeg1video", "mpeg2video"})
 
 
 def may_begin(codec: str, picture: bytes, header: bytes) -> bool:
@@ -33,11 +34,11 @@ def may_begin(codec: str, picture: bytes, header: bytes) -> bool:
 
 
 def is_bidirectional(codec: str, picture: bytes) -> bool:
-    """Whether a picture of MPEG-2 or MPEG-4 is a B picture (ITU-T H.262, 6.3.9)."""
+    """Whether a picture of MPEG-1, MPEG-2 or MPEG-4 is a B picture (ITU-T H.262, 6.3.9)."""
     if codec == "mpeg4":
         return next(_vop_types(picture), 0) == 2
     at = picture.find(b"\x00\x00\x01\x00")
-    return codec == "mpeg2video" and 0 <= at < len(picture) - 5 and picture[at + 5] >> 3 & 7 == 3
+    return codec in MPEG_VIDEO and 0 <= at < len(picture) - 5 and picture[at + 5] >> 3 & 7 == 3
 
 
 def _vop_types(picture: bytes) -> Iterator[int]:

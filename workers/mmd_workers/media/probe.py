@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
-from mmd_workers.media import containers, document
+from mmd_workers.media import animations, containers, document
+from mmd_workers.media.announced import missing_bytes
 from mmd_workers.media.identity import digest
 from mmd_workers.media.medium import MediumInfo, MediumKind
+from mmd_workers.media.unserved import unserved
 
 if TYPE_CHECKING:  # decode processes import this module's neighbours and stay free of pydantic
     from mmd_api.spec.media import MediaPolicy
@@ -56,11 +58,18 @@ def probe(
         )
     container = containers.sniff(data)
     if container is None:
+        if (known := unserved(data)) is not None:
+            raise BadMediaError(f"the {modality} is {known[0]}, which is not served; {known[1]}")
         allowed = ", ".join(sorted(containers.CONTAINERS[modality]))
         raise BadMediaError(
             f"the {modality} has an unknown format (its first bytes match no supported format); send one of: {allowed}"
         )
-    if container not in containers.CONTAINERS[modality]:
+    is_still = (
+        modality == "video"
+        and container in containers.IMAGE_FORMATS
+        and not animations.is_animated(data, container)
+    )
+    if container not in containers.CONTAINERS[modality] or is_still:
         raise BadMediaError(
             f"declared as {modality}, but the bytes are {container}; use the content part of that type"
         )
@@ -122,6 +131,10 @@ def _probe_image(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
             f"the {container} image has pixels of mode {image.mode}, which have no defined colours in 8 bits; send 8 or 16 bits a channel, "
             "grey, RGB or CMYK"
         )
+    if containers.is_preview(image):
+        raise BadMediaError(
+            f"the first page of the {container} is a preview, as in camera raw files; convert it to JPEG, PNG or a TIFF of one page"
+        )
     if containers.orientation(image, data) >= 5 and not containers.turned_by_pillow(image):
         width, height = height, width
     return {"width": width, "height": height}
@@ -141,27 +154,43 @@ def _check_pixels(modality: Modality, width: int, height: int, policy: MediaPoli
         )
 
 
+def _probe_animation(data: bytes, container: str, policy: MediaPolicy) -> dict[str, Any]:
+    size = _probe_image(data, container, policy)
+    limit_seconds = policy.video.max_duration_seconds
+    table = animations.packet_table(data, container, limit_seconds * MAX_SOURCE_FRAMES_PER_SECOND)
+    _check_packets(table, limit_seconds)
+    fps, duration = _timing(0.0, table)
+    if duration > limit_seconds:
+        raise _over("video", "seconds", duration, limit_seconds, "maxDurationSeconds")
+    return {**size, "num_frames": table.num_frames, "fps": fps, "duration_seconds": duration}
+
+
+def _check_packets(table: containers.VideoTable, limit_seconds: int) -> None:
+    if len(table.pts) > (limit := limit_seconds * MAX_SOURCE_FRAMES_PER_SECOND):
+        raise _over("video", "or more frames", len(table.pts), limit, "maxDurationSeconds")
+
+
 def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, Any]:
+    if container in animations.CONTAINERS:
+        return _probe_animation(data, container, policy)
     limit_seconds = policy.video.max_duration_seconds
     with containers.open_av(data, container, packets_only=True) as opened:
-        stream = containers.video_stream(opened)
+        stream = containers.video_stream(opened, container)
         has_sound = containers.has_audio_stream(opened)
         width, height = stream.codec_context.width, stream.codec_context.height
         _check_pixels("video", width, height, policy)
         if stream.duration and (declared := float(stream.duration * stream.time_base)) > limit_seconds:
             raise _over("video", "seconds", declared, limit_seconds, "maxDurationSeconds")
-        max_packets = limit_seconds * MAX_SOURCE_FRAMES_PER_SECOND
-        table = containers.video_table(opened, stream, max_packets)
-        if len(table.pts) > max_packets:
-            raise _over("video", "or more frames", len(table.pts), max_packets, "maxDurationSeconds")
-        if container == "mp4" and len(table.pts) < stream.frames - 1:
+        table = containers.video_table(opened, stream, limit_seconds * MAX_SOURCE_FRAMES_PER_SECOND)
+        _check_packets(table, limit_seconds)
+        if container in containers.ISO_MEDIA and len(table.pts) < stream.frames - 1:
             raise BadMediaError(
                 f"the video is truncated: its index declares {stream.frames} frames, but only {len(table.pts)} are present; send the complete file"
             )
         num_frames = table.num_frames
         if num_frames == 0:
             raise BadMediaError("the video has no frames; send one with at least one frame")
-        fps, duration = _timing(stream, table)
+        fps, duration = _timing(float(stream.average_rate or stream.guessed_rate or 0), table)
         orientation = containers.track_orientation(data, container, stream.id)
     if duration > limit_seconds:
         raise _over("video", "seconds", duration, limit_seconds, "maxDurationSeconds")
@@ -177,15 +206,14 @@ def _probe_video(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
     }
 
 
-def _timing(stream: Any, table: containers.VideoTable) -> tuple[float, float]:
+def _timing(declared: float, table: containers.VideoTable) -> tuple[float, float]:
     """Frames per second and duration. The declared rate counts when the timestamps agree with it to two percent."""
-    declared = float(stream.average_rate or stream.guessed_rate or 0)
     times = table.presentation()
     measured = 0.0
     if times is not None and len(times) > 1:
-        measured = (len(times) - 1) / float((times[-1] - times[0]) * stream.time_base)
+        measured = (len(times) - 1) / float((times[-1] - times[0]) * table.time_base)
     elif times is not None and table.last_duration > 0:
-        measured = 1 / float(table.last_duration * stream.time_base)
+        measured = 1 / float(table.last_duration * table.time_base)
     fps = declared
     if measured and not (declared and abs(declared - measured) <= 0.02 * measured):
         fps = measured
@@ -214,7 +242,7 @@ def _probe_audio(data: bytes, container: str, policy: MediaPolicy) -> dict[str, 
         raise BadMediaError("the audio has no samples; send a non-empty clip")
     if duration > limit_seconds:
         raise _over("audio", "seconds", duration, limit_seconds, "maxDurationSeconds")
-    if container == "wav" and (missing := containers.wav_missing_bytes(data)):
+    if missing := missing_bytes(data, container):
         raise BadMediaError(
             f"the audio is truncated: {missing} bytes that its header declares are missing; send the complete file"
         )

@@ -11,6 +11,7 @@ from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import MODALITIES
 from mmd_workers.media.containers import CONTAINERS, DOCUMENT, sniff
 from mmd_workers.media.medium import MediumKind
+from mmd_workers.media.unserved import unserved
 
 HEAD_BYTES = 4096
 
@@ -26,6 +27,8 @@ def kind_of(head: bytes, content_type: str, filename: str) -> MediumKind:
         return "document"
     kinds = [kind for kind in MODALITIES if container in CONTAINERS[kind]]
     if not kinds:
+        if (known := unserved(head)) is not None:
+            raise BadMediaError(f"file: this is {known[0]}, which is not served; {known[1]}")
         served = ", ".join(sorted(frozenset({DOCUMENT}).union(*CONTAINERS.values())))
         raise BadMediaError(
             f"file: unknown format (its first bytes match no supported format); send one of: {served}"
