@@ -174,6 +174,11 @@ class Loops:
         if key in self._running:
             self._running[key][0].wake.set()
 
+    def note_failed(self, key: Key, pod: PodView) -> None:
+        """Let a deployment's loop know of a failed pod before that pod is gone."""
+        if key in self._running:
+            self._running[key][0].note_failed(pod)
+
     @property
     def oldest_pass_seconds(self) -> float:
         """Seconds since the last pass, successful or not, of the longest-waiting deployment; 0 without deployments."""
@@ -227,6 +232,7 @@ def registry_for(loops: Loops) -> kopf.OperatorRegistry:
         _index_children(registry, kind, resource)
         _wake_on(registry, resource, loops)
     _index_pods(registry)
+    _note_failed_pods(registry, loops)
     _wake_on(registry, PODS, loops)
 
     @kopf.on.event(DEPLOYMENTS.group, DEPLOYMENTS.version, DEPLOYMENTS.plural, registry=registry)
@@ -275,6 +281,13 @@ def _index_pods(registry: kopf.OperatorRegistry) -> None:
     @kopf.index(PODS.group, PODS.version, PODS.plural, id="pods", registry=registry)
     async def pods(body: kopf.Body, **_: Any) -> dict[Key, PodView]:
         return {deployment_key(body): pod_of(body)}
+
+
+def _note_failed_pods(registry: kopf.OperatorRegistry, loops: Loops) -> None:
+    @kopf.on.event(PODS.group, PODS.version, PODS.plural, registry=registry, id="note_failed")
+    async def note_failed(body: kopf.Body, **_: Any) -> None:
+        if body.get("status", {}).get("phase") == "Failed":
+            loops.note_failed(deployment_key(body), pod_of(body))
 
 
 def _wake_on(registry: kopf.OperatorRegistry, resource: Resource, loops: Loops) -> None:

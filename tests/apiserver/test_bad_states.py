@@ -94,6 +94,26 @@ def test_each_bad_pod_state_is_reported_until_it_is_fixed(namespace: Namespace):
         eventually(lambda: fine(namespace))
 
 
+def test_pods_that_a_kubelet_refuses_one_after_the_other_are_named(namespace: Namespace):
+    """Each is gone a moment after it failed, and its successor has the same name."""
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    labels = namespace.stateful_set("encoder").spec.template.metadata.labels
+    words = "Allocate failed due to no healthy devices present"
+    refused = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": words}
+    for _ in range(3):
+        namespace.pod("unlucky-0", labels)
+        namespace.core.patch_namespaced_pod_status("unlucky-0", namespace.name, {"status": refused})
+        namespace._end_pod("unlucky-0")
+
+    def told() -> None:
+        found = namespace.condition("Degraded")
+        assert found[:2] == ("True", "PodsFail"), found
+        assert words in found[2]
+
+    eventually(told)
+
+
 def reported(namespace: Namespace, reason: str, words: str) -> None:
     assert any(words in message for message in namespace.events(reason)), reason
 

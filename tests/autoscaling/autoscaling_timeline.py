@@ -54,7 +54,7 @@ def decode_load(
 
 def ready_pods(now: float, loads: list[PodLoad], pool: str = "pod") -> tuple[PodSample, ...]:
     return tuple(
-        PodSample(f"{pool}-{n}", "ready", now - 3600, received_at=now, load=load)
+        PodSample(f"{pool}-{n}", "ready", now - 3600, received_at=now, load=load, ordinal=n)
         for n, load in enumerate(loads)
     )
 
@@ -86,7 +86,7 @@ class Pool:
             pods[n] = replace(pods[n], received_at=self.now - 60)
         for n, created in enumerate(c for c in self.created if self.now - c < self.start_seconds):
             state = "unschedulable" if n < self.unschedulable else "starting"
-            pods.append(PodSample(f"new-{n}", state, created))
+            pods.append(PodSample(f"new-{n}", state, created, ordinal=len(pods)))
         return PoolSamples(self.replicas, tuple(pods), self.demand(self.now), self.latency(self.now))
 
     def tick(self) -> Decision:

@@ -39,8 +39,9 @@ def state(
     missing = ("no load report from pod demo-encoder-x-0",) if more.pop("missing", False) else ()
     stuck, unplaced = more.pop("stuck", 0), more.pop("unplaced", 0)
     observation = Observation(
-        (), missing, more.pop("ready", current - stuck - unplaced), stuck, unplaced, history
-    )
+        (), missing, more.pop("ready", current - stuck - unplaced), stuck, unplaced, history,
+        more.pop("absent", ()),
+    )  # fmt: skip
     rules = replace(ENCODER, **(policy or {}))
     return State(START, rules, observation, history, current, floor, wanted, wanted, wanted, **more)
 
@@ -66,6 +67,9 @@ CASES: dict[str, tuple[State, str | None, str]] = {
     "cool_down": (state(wanted=1, last_up=START - 1), "Cooldown", "4 replicas instead of 1"),
     "limit_rate": (state(current=4, wanted=20), "RateLimit", "8 replicas instead of 20"),
     "keep_within_bounds": (state(wanted=30), "MaxReplicas", "20 replicas instead of 30"),
+    "keep_pods_beside_absent_ones": (
+        state(wanted=3, absent=(0,)), "Unschedulable", "4 replicas instead of 3",
+    ),
     "settle_size": (state(wanted=6), None, "6 replicas, LoadRose"),
     "report_pods_that_do_not_start": (state(wanted=4, stuck=3), "PodsNotStarting", "3 of 4 pods"),
     "report_unschedulable_pods": (state(wanted=4, unplaced=1), "Unschedulable", "1 of 4 pods"),

@@ -268,6 +268,7 @@ def test_a_follower_without_a_node_is_reported_and_not_its_leader():
 
 def test_a_leader_is_late_from_when_the_last_follower_has_a_node():
     leader, follower = waiting_group(0)
+    leader = replace(leader, starting_since=CREATED_SECONDS, has_run=True)
     placed = replace(follower, ready=True, unschedulable=None, unschedulable_since=None)
     seen = observed(group_set(1), leader, replace(placed, starting_since=CREATED_SECONDS + 500))
     deadlines = {"decode": Deadlines(900, 60)}

@@ -167,12 +167,36 @@ def test_the_start_deadline_counts_from_the_containers_start_not_from_the_pods()
     assert "startDeadlineSeconds" in problem.remedy
 
 
-def test_the_start_deadline_counts_from_lost_readiness_or_the_image_pull():
+def test_the_start_deadline_counts_from_lost_readiness():
     assert pod(container=runs(CREATED), ready_since="2026-01-01T01:00:00Z").starting_since == (
         CREATED_SECONDS + 3600
     )
+
+
+def test_the_time_to_pull_an_image_does_not_count_unless_it_has_no_end():
     pulling = pod(container=waiting("ContainerCreating"), created=CREATED)
-    assert pulling.starting_since == CREATED_SECONDS
+    assert pod_problem(pulling, CREATED_SECONDS + 1799, Deadlines()) is None
+    problem = pod_problem(pulling, CREATED_SECONDS + 1801, Deadlines())
+    assert problem is not None
+    assert problem.reason == "NotStarting"
+    assert "no container has run" in problem.seen
+    assert "kubectl describe pod" in problem.remedy
+
+
+def test_an_old_crash_is_no_problem_of_a_pod_that_has_been_ready_since():
+    killed = {
+        "exitCode": 137,
+        "reason": "OOMKilled",
+        "startedAt": CREATED,
+        "finishedAt": "2026-01-01T00:10:00Z",
+    }
+    container = runs("2026-01-01T00:10:05Z", restarts=1, last=killed)
+    blip = pod(container=container, created=CREATED, ready_since="2026-01-08T00:00:00Z")
+    assert pod_problem(blip, blip.starting_since + 2, Deadlines()) is None
+    starts = pod(container=container, created=CREATED, ready_since="2026-01-01T00:10:03Z")
+    problem = pod_problem(starts, starts.starting_since + 2, Deadlines())
+    assert problem is not None
+    assert problem.reason == "OutOfMemory"
 
 
 def test_a_pod_that_drains_is_not_late():

@@ -38,6 +38,7 @@ RULES: tuple[SizingRule, ...] = (
     sizing.cool_down,
     sizing.limit_rate,
     sizing.keep_within_bounds,
+    sizing.keep_pods_beside_absent_ones,
     sizing.settle_size,
 )
 """Rules from the size that the signals ask for (`State.of`) to the final size. Once a rule settles the size, later rules are skipped."""

@@ -23,7 +23,7 @@ class PodSample:
     `received_at`: when that load arrived here; None, like `load`, if the pod has not reported yet. `waiting_since`: when the pod
     began to wait for what its state lacks (unschedulable: a node; starting: to become Ready), if not at its creation. `failing`: its
     container has ended several times, the last time without having become Ready. `surge`: it only joins the others while they are
-    replaced, and is not part of the pool's size.
+    replaced, and is not part of the pool's size. `ordinal`: a pool loses its pods with the highest ones first. `lost`: its node is gone.
     """
 
     pod: str
@@ -34,6 +34,13 @@ class PodSample:
     waiting_since: float | None = None
     failing: bool = False
     surge: bool = False
+    ordinal: int = 0
+    lost: bool = False
+
+    @property
+    def absent(self) -> bool:
+        """Whether no node runs it, so that it serves nobody however small the pool becomes."""
+        return self.lost or self.state == "unschedulable"
 
     def waited(self, now: float) -> float:
         """Seconds for which the pod has been waiting."""
@@ -45,7 +52,7 @@ class Demand:
     """Work for a pool that none of its pods holds yet.
 
     Such work is encode jobs in the queue, requests that gateways hold until a pod is Ready, and work that waits at gateways for
-    room in the pool.
+    room in the pool. `missing` names what is not in these numbers.
     """
 
     received_at: float
@@ -53,6 +60,7 @@ class Demand:
     held_requests: int = 0
     prompt_tokens: int = 0
     sequences: int = 0
+    missing: tuple[str, ...] = ()
 
     def fault(self) -> str | None:
         """Why these numbers cannot be true, or None."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mmd_api.contract.load import GatewayStatus, WorkerStatus
-from mmd_api.contract.pools import Modality, PoolName, Role
+from mmd_api.contract.pools import Modality, PoolName
 from mmd_operator.autoscaling.coordinate import DeploymentDecision, coordinate
 from mmd_operator.autoscaling.decision import Decision
 from mmd_operator.autoscaling.history import History
@@ -110,8 +110,8 @@ class Scaler:
                     )
                     for pod in facts.pods
                 ),
-                demand=self._demand(self.policy.pools[name].roles, gateways),
-                latency=self._latency(),
+                demand=self._demand(now, self.policy.pools[name], gateways),
+                latency=self._latency(now, self.policy.pools[name]),
                 requested=facts.requested,
             )
             for name, facts in pools.items()
@@ -123,10 +123,9 @@ class Scaler:
     def actions(self, now: float, decision: Decision, facts: PoolFacts) -> ScaleActions:
         """The actions that bring a pool towards a decision. The same facts give the same actions: they can be repeated.
 
-        A surge leaves in Shadow mode too: no autoscaler wanted it.
+        In Shadow mode the size is the present one. A surge leaves all the same, since no autoscaler wanted it, and pods that were
+        drained before are replaced.
         """
-        if not decision.act and not facts.surge:
-            return ScaleActions()
         target = decision.in_force
         rules = self.policy.pools[decision.pool]
         states = {pod.name: self._sample(now, rules, pod).state for pod in facts.pods}
@@ -180,37 +179,52 @@ class Scaler:
         else:
             state = report.state
         load = report.load if report else None
-        return PodSample(pod.name, state, pod.created_at, at, load, pod.waiting_since, pod.failing)
+        return PodSample(
+            pod.name,
+            state,
+            pod.created_at,
+            at,
+            load,
+            pod.waiting_since,
+            pod.failing,
+            ordinal=pod.ordinal,
+            lost=pod.lost,
+        )
 
-    def _demand(self, roles: tuple[Role, ...], gateways: frozenset[str]) -> Demand | None:
-        """Demand for a pool; None if a gateway has not reported, or none can read the queue of encode jobs."""
-        if not gateways or gateways - self._gateways.keys():
+    def _demand(self, now: float, rules: PoolPolicy, gateways: frozenset[str]) -> Demand | None:
+        """Demand for a pool, as far as gateways report it. What is not known lowers no pool, and keeps none from growing."""
+        known = self._fresh(now, rules) or self._gateways
+        if not gateways or not known:
             return None
-        reports = [self._gateways[name] for name in gateways]
-        held = sum(report.held.get(role, 0) for _, report in reports for role in roles)
+        missing = [f"no report from gateway {name}" for name in sorted(gateways - known.keys())]
+        reports = list(known.values())
         received_at, work = min(at for at, _ in reports), dict[Modality, float]()
-        if roles == ("encode",):
+        if rules.roles == ("encode",):
             queue_reports = [(at - r.queue.age_seconds, r.queue.waiting_work) for at, r in reports if r.queue]
+            queue_at, queued_work = max(queue_reports, key=lambda report: report[0], default=(now, {}))
             if not queue_reports:
-                return None
-            queue_at, queued_work = max(queue_reports, key=lambda report: report[0])
-            received_at, work = min(received_at, queue_at), dict(queued_work)
+                missing.append("no queue report")
+            elif not abs(now - queue_at) <= rules.stale_after_seconds:
+                missing.append(f"no queue report for {now - queue_at:.1f} s")
+            else:
+                work = dict(queued_work)
         waiting = [report.waiting for _, report in reports]
-        if "encode" in roles:
+        if "encode" in rules.roles:
             for queued in waiting:
                 for modality, amount in queued.encode_work.items():
                     work[modality] = work.get(modality, 0.0) + amount
         return Demand(
             received_at,
             work,
-            held_requests=held,
-            prompt_tokens=sum(queued.prompt_tokens for queued in waiting) if "prefill" in roles else 0,
-            sequences=sum(queued.sequences for queued in waiting) if "decode" in roles else 0,
+            held_requests=sum(report.held.get(role, 0) for _, report in reports for role in rules.roles),
+            prompt_tokens=sum(queued.prompt_tokens for queued in waiting) if "prefill" in rules.roles else 0,
+            sequences=sum(queued.sequences for queued in waiting) if "decode" in rules.roles else 0,
+            missing=tuple(missing),
         )
 
-    def _latency(self) -> Latency | None:
-        """Latency over all gateways: the mean of their percentiles, weighted by requests."""
-        reports = list(self._gateways.values())
+    def _latency(self, now: float, rules: PoolPolicy) -> Latency | None:
+        """Latency over the gateways that report: the mean of their percentiles, weighted by requests."""
+        reports = list(self._fresh(now, rules).values())
         if not reports:
             return None
         requests = sum(report.ttft.requests for _, report in reports)
@@ -221,3 +235,6 @@ class Scaler:
             requests=requests,
             ttft_seconds=weighted / requests if requests else 0.0,
         )
+
+    def _fresh(self, now: float, rules: PoolPolicy) -> dict[str, tuple[float, GatewayStatus]]:
+        return {n: r for n, r in self._gateways.items() if abs(now - r[0]) <= rules.stale_after_seconds}

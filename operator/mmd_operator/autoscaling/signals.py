@@ -38,7 +38,10 @@ SATURATED_BACKLOG = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Findings from a pool's samples. `missing` names needed data that is absent, late or impossible."""
+    """Findings from a pool's samples. `missing` names needed data that is absent, late or impossible.
+
+    `absent`: ordinals of the pods that no node runs.
+    """
 
     signals: tuple[Signal, ...]
     missing: tuple[str, ...]
@@ -46,6 +49,7 @@ class Observation:
     stuck: int
     unplaced: int
     history: History
+    absent: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
@@ -216,9 +220,8 @@ def observe(
     ready = sum(p.state == "ready" for p in samples.pods)
     history = history.begin_tick(now, ready)
     loads, missing = _usable_loads(now, policy, samples.pods)
-    demand, problem = _usable_demand(now, policy, samples.demand)
-    if problem:
-        missing.append(problem)
+    demand, problems = _usable_demand(now, policy, samples.demand)
+    missing += problems
     history = replace(history, throughput={**history.throughput, **_throughput(loads)})
     work = _work(policy, loads, demand)
     if unmeasured := sorted(work.keys() - history.throughput.keys()):
@@ -245,6 +248,7 @@ def observe(
         stuck=sum(_is_stuck(now, policy, pod) for pod in samples.pods if not pod.surge),
         unplaced=sum(_is_unplaced(now, policy, pod) for pod in samples.pods if not pod.surge),
         history=history,
+        absent=tuple(pod.ordinal for pod in samples.pods if pod.absent and not pod.surge),
     )
 
 
@@ -281,14 +285,15 @@ def _usable_loads(
     return loads, missing
 
 
-def _usable_demand(now: float, policy: PoolPolicy, demand: Demand | None) -> tuple[Demand, str | None]:
+def _usable_demand(now: float, policy: PoolPolicy, demand: Demand | None) -> tuple[Demand, tuple[str, ...]]:
+    """What is known of the demand, and what is missing in it."""
     if demand is None:
-        return Demand(now), "no queue report"
+        return Demand(now), ("no queue report",)
     if not abs(now - demand.received_at) <= policy.stale_after_seconds:
-        return Demand(now), f"no queue report for {now - demand.received_at:.1f} s"
+        return Demand(now), (f"no queue report for {now - demand.received_at:.1f} s",)
     if fault := demand.fault():
-        return Demand(now), f"invalid queue report ({fault})"
-    return demand, None
+        return Demand(now), (f"invalid queue report ({fault})",)
+    return demand, demand.missing
 
 
 def _usable_latency(

@@ -297,6 +297,20 @@ def keep_within_bounds(state: State) -> RuleResult:
     return _resized(state, max(state.replicas, state.floor), keep_within_bounds, state.floor_limit)
 
 
+def keep_pods_beside_absent_ones(state: State) -> RuleResult:
+    """A pool that shrinks keeps as many pods on nodes as it needs: those that no node runs leave only if they are the last."""
+    size = state.replicas
+    on_nodes = min(size, _on_nodes(state.current, state))
+    while state.shrinks and size < state.current and _on_nodes(size, state) < on_nodes:
+        size += 1
+    return _resized(state, size, keep_pods_beside_absent_ones, "Unschedulable")
+
+
+def _on_nodes(size: int, state: State) -> int:
+    """Pods that nodes run among the first ones of a pool."""
+    return size - sum(ordinal < size for ordinal in state.observation.absent)
+
+
 def settle_size(state: State) -> RuleResult:
     """The size that is left is that of the pool, and its direction gives the reason."""
     reason: ScalingReason = "Steady"

@@ -44,6 +44,10 @@ MAX_TEXT_CHARACTERS = 400
 TERMINATION_MARGIN_SECONDS = 60.0
 NO_CLAIM = "cannot allocate all claims"
 """The scheduler's words about a pod whose ResourceClaims no node can serve."""
+CREATION_SECONDS = 1200.0
+"""Grace of a scheduled pod without any container yet: its image is pulled and its volumes are mounted. Then its start counts."""
+LEFT_READY_SECONDS = 60.0
+"""A container that ended no longer than this before its pod stopped being Ready may be the cause of that."""
 FAILING_RESTARTS = 3
 """Restarts from which a container is failing. Fewer may have a temporary cause, such as NATS still starting."""
 Body = Mapping[str, Any]
@@ -174,12 +178,14 @@ class PodView:
     scheduled: bool
     unschedulable: str | None  # the scheduler's words
     unschedulable_since: float | None  # Unix seconds
-    starting_since: float  # Unix seconds at which the present attempt to become Ready began
+    starting_since: (
+        float  # Unix seconds at which the present attempt to become Ready began, or will at the latest
+    )
     failing: bool  # its container ended several times, the last time without having become Ready
     waiting_reason: str | None  # reason of the first waiting container
     waiting_message: str
     restarts: int
-    exit_code: int | None  # exit code of the last run that ended
+    exit_code: int | None  # exit code of the last run that ended, unless the pod has been Ready since
     exit_reason: str | None
     last_words: str  # what the container wrote when it ended
     inputs: str | None = None  # hash of what it was made from
@@ -189,7 +195,9 @@ class PodView:
     gpu_resource: str = NVIDIA_GPU  # the scheduler's name for its GPUs
     keys_secret: str | None = None  # Secret of its API keys, which its template may no longer name
     tls_secret: str | None = None  # Secret of its TLS certificate, which its template may no longer name
+    has_run: bool = True  # a container of it runs, or has ended
     finished: bool = False  # its containers have ended for good, as after an eviction
+    failure: str = ""  # why it failed as a whole: reason, node, and the kubelet's words
     ends_at: float | None = None  # Unix seconds of the end of its grace period, if it is being deleted
     has_picker: bool = False  # Gateways may ask it which gateway pod takes a request
     group_rank: int | None = None  # place in its group of pods; None: it has no group
@@ -407,6 +415,10 @@ def pod_of(body: Body) -> PodView:
     waiting: Body = next((s["state"]["waiting"] for s in states if s.get("state", {}).get("waiting")), {})
     terminated: Body = next((t for s in states if (t := _last_end(s))), {})
     began, ended_at = unix_seconds(terminated.get("startedAt")), unix_seconds(terminated.get("finishedAt"))
+    has_run = bool(running_since or terminated)
+    finished = status.get("phase") in ("Succeeded", "Failed")  # the garbage collector leaves such pods Ready
+    if ended_at is not None and ended_at < ready_changed_at - LEFT_READY_SECONDS:
+        terminated = {}  # it has been Ready since
     restarts = max((s.get("restartCount", 0) for s in states), default=0)
     return PodView(
         name=metadata["name"],
@@ -417,14 +429,19 @@ def pod_of(body: Body) -> PodView:
         drain_requested_at=unix_seconds(metadata.get("annotations", {}).get(DRAIN_ANNOTATION)),
         component=labels.get(COMPONENT_LABEL, ""),
         revision=labels.get(REVISION_LABEL),
-        ready=conditions.get("Ready", {}).get("status") == "True",
+        ready=conditions.get("Ready", {}).get("status") == "True" and not finished,
         deleting="deletionTimestamp" in metadata,
         scheduled=scheduled.get("status") == "True",
         unschedulable=_text(scheduled.get("message")) if no_node else None,
         unschedulable_since=(unix_seconds(scheduled.get("lastTransitionTime")) or created)
         if no_node
         else None,
-        starting_since=max(ready_changed_at, scheduled_at, ended_at or 0.0, *running_since),
+        starting_since=max(
+            ready_changed_at,
+            scheduled_at + (0.0 if has_run else CREATION_SECONDS),
+            ended_at or 0.0,
+            *running_since,
+        ),
         failing=restarts >= FAILING_RESTARTS and began is not None and began >= ready_changed_at,
         waiting_reason=waiting.get("reason"),
         waiting_message=_text(waiting.get("message")),
@@ -441,11 +458,22 @@ def pod_of(body: Body) -> PodView:
         gpu_resource=metadata.get("annotations", {}).get(GPU_RESOURCE_ANNOTATION, NVIDIA_GPU),
         keys_secret=_secret_of(KEYS_VOLUME, body),
         tls_secret=_secret_of(TLS_VOLUME, body),
-        finished=status.get("phase") in ("Succeeded", "Failed"),
+        has_run=has_run,
+        finished=finished,
+        failure=_failure(body),
         ends_at=unix_seconds(metadata.get("deletionTimestamp")),
         has_picker=PICKER_PORT_NAME in _ports(body),
         group_rank=int(rank) if (rank := labels.get(WORKER_INDEX_LABEL, "")).isdecimal() else None,
     )
+
+
+def _failure(pod: Body) -> str:
+    """Why a pod failed as a whole, where not its containers ended by themselves."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Failed" or not status.get("reason"):
+        return ""
+    node = pod.get("spec", {}).get("nodeName")
+    return _text(f"{status['reason']}{f' on node {node}' if node else ''}: {status.get('message', '')}")
 
 
 def _report_port(pod: Body) -> int:

@@ -12,7 +12,7 @@ from mmd_api.faults import Fault
 from mmd_api.resource import GROUP
 from mmd_api.spec.pools import SCHEDULING_DEADLINE_SECONDS, START_DEADLINE_SECONDS, Pool
 from mmd_api.tenants import KEYS_FILE
-from mmd_operator.observed.observed import PodView
+from mmd_operator.observed.observed import CREATION_SECONDS, PodView
 from mmd_operator.resources.exposure import INSTALL_GATEWAY_API, INSTALL_INFERENCE_EXTENSION
 from mmd_operator.resources.workload_kinds import INSTALL_LWS
 
@@ -51,6 +51,7 @@ ProblemReason = Literal[
     "CrashLoop",
     "ContainerNotStarted",
     "NodeLost",
+    "PodsFail",
     "NotStarting",
     "NoGpu",
     "Unschedulable",
@@ -227,6 +228,12 @@ def _late(pod: PodView, now: float, deadlines: Deadlines) -> tuple[ProblemReason
     waits_or_drains = pod.unschedulable is not None or pod.drain_requested_at is not None
     if waits_or_drains or now - pod.starting_since <= seconds:
         return None
+    if not pod.has_run:
+        return (
+            "NotStarting",
+            f"pod {pod.name} has had a node for more than {CREATION_SECONDS + seconds:.0f} s, and no container has run",
+            f"see its Events in `kubectl describe pod {pod.name}`: an image is being pulled, or a volume cannot be mounted",
+        )
     return (
         "NotStarting",
         f"pod {pod.name} has not become Ready within {seconds:.0f} s of its start",

@@ -41,6 +41,7 @@ from mmd_operator.sizes.groups import with_its_start
 from mmd_operator.sizes.pending_growth import PendingGrowth
 from mmd_operator.sizes.pool_sizes import pools_in
 from mmd_operator.status.facts import Facts
+from mmd_operator.status.failed_pods import FailedPods
 from mmd_operator.status.gateway_secrets import GatewaySecrets
 from mmd_operator.status.group_crashes import GroupCrashes
 from mmd_operator.status.shortage import Shortage
@@ -74,6 +75,7 @@ class ReconcilePass:
         self._pins = Pins(report_fetcher)
         self._shortage = Shortage(context)
         self._crashes = GroupCrashes()
+        self.failed_pods = FailedPods()
         self._silent = SilentControllers()
         self._gateway_secrets = GatewaySecrets(context, report_fetcher)
         self._finalizer = Finalizer(context)
@@ -203,6 +205,7 @@ class ReconcilePass:
         deadlines: dict[str, Deadlines] = {name: Deadlines.of(getattr(spec, name)) for name in pools_in(spec)}
         problems = _pod_problems(observed, now, deadlines)
         problems += self._crashes.problems(observed)
+        problems += self.failed_pods.problems(observed, now)
         problems += self._silent.problems(observed, time.monotonic())
         problems += self._pins.moved(observed)
         own_deployment = self._reading_of(body).deployment

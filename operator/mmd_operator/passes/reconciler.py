@@ -23,7 +23,7 @@ from mmd_operator.kube.pauses import Pauses
 from mmd_operator.kube.pod_client import ReportFetcher
 from mmd_operator.kube.status_time import now
 from mmd_operator.observed.condition_state import ConditionState
-from mmd_operator.observed.observed import Body, Observed
+from mmd_operator.observed.observed import Body, Observed, PodView
 from mmd_operator.observed.problems import Problem, autoscaler_failed, not_followed, refusal
 from mmd_operator.passes.reconcile_pass import ReconcilePass
 
@@ -65,6 +65,10 @@ class Reconciler:
         """Take the deployment's current body, or None after its deletion."""
         self.body = body
         self.wake.set()
+
+    def note_failed(self, pod: PodView) -> None:
+        """Take a pod that failed. It may be gone before the next pass."""
+        self._pass.failed_pods.note(pod, time.time())
 
     def namespace_ends(self) -> None:
         """Note that the namespace is being deleted."""
