@@ -26,7 +26,7 @@ from mmd_operator.kube.cluster import (
     Cluster,
     RefusedError,
 )
-from mmd_operator.kube.leadership import Leadership, NotLeaderError
+from mmd_operator.kube.leadership import DEFAULT_LEASE_NAME, Leadership, NotLeaderError
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION, Pauses
 
@@ -47,6 +47,7 @@ class Options:
     lease_namespace: str
     health_port: int
     pauses: Pauses = PRODUCTION
+    lease_name: str = DEFAULT_LEASE_NAME
 
 
 @asynccontextmanager
@@ -107,7 +108,9 @@ async def serve(options: Options) -> None:
     async with AsyncExitStack() as stack:
         # Renewals have their own client, so that they never wait for other calls.
         api = await stack.enter_async_context(api_client())
-        leadership = Leadership(api, options.lease_namespace, metrics, options.pauses)
+        leadership = Leadership(
+            api, options.lease_namespace, options.lease_name, metrics, options.pauses
+        )
         fenced = await stack.enter_async_context(api_client(leadership.fence))
         cluster = Cluster(fenced, metrics)
         loops = Loops(cluster, options.namespaces, metrics, options.pauses)
