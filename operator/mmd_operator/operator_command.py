@@ -1,6 +1,6 @@
 """`mmd operator`, the command run in the operator's pod.
 
-The Kubernetes client is imported only when the command runs.
+kopf and the Kubernetes client are imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def run(options: Options, log_level: str = "INFO") -> None:
     from mmd_operator.serve import NoDefinitionError, NotLeaderError, serve
 
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(options))
     except (NotLeaderError, NoDefinitionError) as error:

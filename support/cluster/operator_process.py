@@ -54,12 +54,19 @@ def _with_one_lease(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
+class LeasePlace:
+    """Where an operator's Lease is. `name`: that of the chart's usual release."""
+
+    namespace: str
+    name: str = "multimodal-operator"
+
+
+@dataclass(frozen=True)
 class _Launch:
     """How an operator runs. `pauses`: None for those of the command line, which are those of production."""
 
     namespaces: tuple[str, ...]
-    lease_namespace: str
-    lease_name: str
+    lease: LeasePlace
     health_port: int
     environment: dict[str, str]
     log: str
@@ -69,7 +76,7 @@ class _Launch:
     @property
     def arguments(self) -> list[str]:
         served = [f"--namespace={name}" for name in self.namespaces] or ["--all-namespaces"]
-        lease = [f"--lease-namespace={self.lease_namespace}", f"--lease-name={self.lease_name}"]
+        lease = [f"--lease-namespace={self.lease.namespace}", f"--lease-name={self.lease.name}"]
         return ["operator", *served, *lease, f"--health-port={self.health_port}"]
 
 
@@ -101,7 +108,7 @@ def _run_with(launch: _Launch, pauses: Pauses) -> None:
 
     try:
         options = Options(
-            launch.namespaces, launch.lease_namespace, launch.health_port, pauses, launch.lease_name
+            launch.namespaces, launch.lease.namespace, launch.health_port, pauses, launch.lease.name
         )
         run(options)
     except typer.Exit as ended:
@@ -111,8 +118,7 @@ def _run_with(launch: _Launch, pauses: Pauses) -> None:
 class OperatorProcess:
     """`mmd operator` against an API server.
 
-    `namespace`: the namespace that it serves; empty: all of them. `lease_namespace`: namespace of its Lease;
-    by default the first one it serves. `lease_name`: that of the chart's usual release.
+    `namespace`: the namespace that it serves; empty: all of them. `lease`: by default in the first one it serves.
     """
 
     def __init__(
@@ -122,16 +128,14 @@ class OperatorProcess:
         folder: Path,
         health_port: int = 0,
         also: tuple[str, ...] = (),
-        lease_namespace: str = "",
+        lease: LeasePlace | None = None,
         prepare: Callable[[], None] | None = None,
         pauses: Pauses | None = None,
-        lease_name: str = "multimodal-operator",
     ) -> None:
         self.log = folder / f"operator-{namespace}-{id(self)}.log"
         self._launch = _Launch(
             namespaces=(namespace, *also) if namespace else (),
-            lease_namespace=lease_namespace or namespace,
-            lease_name=lease_name,
+            lease=lease or LeasePlace(namespace),
             health_port=health_port,
             environment={"KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"},
             log=str(self.log),

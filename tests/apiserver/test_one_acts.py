@@ -13,7 +13,7 @@ from kubernetes import client
 from mmd_operator.kube.leadership import DEFAULT_LEASE_NAME
 from support.cluster.control_plane import TOKEN, ControlPlane
 from support.cluster.deployments import SPEC
-from support.cluster.operator_process import OperatorProcess, release_with_one_lease_for_all
+from support.cluster.operator_process import LeasePlace, OperatorProcess, release_with_one_lease_for_all
 from support.cluster.standin import Namespace, eventually
 from support.cluster.unruly_server import UnrulyServer
 from support.harness.waiting import DEADLINE_SECONDS
@@ -99,9 +99,13 @@ def start(
     """Starts an operator that serves a namespace. The Leases of all are in the test's own."""
     begun: list[OperatorProcess] = []
 
-    def started(served: Namespace, **options: Any) -> OperatorProcess:
+    def started(served: Namespace, release: str = "multimodal-operator", **options: Any) -> OperatorProcess:
         process = OperatorProcess(
-            control_plane.kubeconfig(), served.name, tmp_path, lease_namespace=namespace.name, **options
+            control_plane.kubeconfig(),
+            served.name,
+            tmp_path,
+            lease=LeasePlace(namespace.name, release),
+            **options,
         )
         begun.append(process)
         process.start()
@@ -118,7 +122,7 @@ def test_two_releases_of_one_namespace_both_serve(
     """Each serves another team, and neither waits for the other."""
     other = Namespace.create(api, "other-team")
     for served, release in ((namespace, "team-a"), (other, "team-b")):
-        start(served, lease_name=release)
+        start(served, release=release)
         served.apply(SPEC)
     namespace.settled(namespace.is_ready)
     other.settled(other.is_ready)
@@ -130,7 +134,7 @@ def test_an_upgraded_release_waits_for_operators_that_know_one_lease_for_all(
     """The leader before the upgrade is followed by its own standby, and only then by the first that has a Lease of its own."""
     old = [start(namespace, prepare=release_with_one_lease_for_all) for _ in range(2)]
     eventually(lambda: leading(old))
-    upgraded = start(namespace, lease_name="team-a")
+    upgraded = start(namespace, release="team-a")
     eventually(lambda: waits(upgraded))
     first = next(process for process in old if " is the leader" in process.log_text())
     old.remove(first)
@@ -146,7 +150,7 @@ def test_an_upgraded_release_waits_for_operators_that_know_one_lease_for_all(
 def test_a_release_gives_way_when_it_is_rolled_back_to_one_lease_for_all(
     namespace: Namespace, start: Callable[..., OperatorProcess]
 ):
-    upgraded = start(namespace, lease_name="team-a")
+    upgraded = start(namespace, release="team-a")
     eventually(lambda: leads(upgraded))
     old = start(namespace, prepare=release_with_one_lease_for_all)
     assert upgraded.wait(DEADLINE_SECONDS) == 1, upgraded.log_text()[-2000:]
