@@ -85,6 +85,13 @@ OPERATOR = Board(
                     warn_above=300,
                 ),
                 Panel(
+                    "Namespaces not read for",
+                    "Time for which the API server has refused to let the leader read a namespace. Its deployments are not reconciled.",
+                    "s",
+                    (Query("max by (namespace) (mmd_operator_unread_seconds)", "{{namespace}}", "operator"),),
+                    warn_above=300,
+                ),
+                Panel(
                     "Passes per second",
                     "Of all deployments, by outcome. Busy passes are retried; failed passes are bugs: see the log.",
                     "ops",

@@ -22,6 +22,7 @@ from mmd_operator.kube.cluster import (
 )
 from mmd_operator.kube.events import EventRecorder
 from mmd_operator.kube.metrics import DeploymentSnapshot, OperatorMetrics
+from mmd_operator.kube.namespace_watches import NamespaceWatches
 from mmd_operator.kube.pauses import Pauses
 from mmd_operator.kube.pod_client import ReportFetcher
 from mmd_operator.kube.sweep import Indexed, Sweep
@@ -60,6 +61,8 @@ class Loops:
         pauses: Pauses,
     ) -> None:
         self._cluster, self._metrics, self._pauses = cluster, metrics, pauses
+        self.watches = NamespaceWatches(namespaces, pauses, self.relisted)
+        self._namespaces = namespaces
         self._report_fetcher = ReportFetcher()
         self._events = EventRecorder(cluster, metrics, pauses)
         self._running: dict[Key, tuple[Reconciler, asyncio.Task[None]]] = {}
@@ -70,17 +73,22 @@ class Loops:
         }
         kinds[PODS] = (
             SELECTOR,
-            lambda: ((pod.uid, pod.resource_version) for pods in self._pods.values() for pod in pods),
+            lambda: (
+                (pod.uid, pod.resource_version)
+                for (namespace, _), pods in self._pods.items()
+                if self.watches.may_read(namespace)
+                for pod in pods
+            ),
         )
         kinds[DEPLOYMENTS] = (
             None,
             lambda: (
                 (reconciler.body["metadata"]["uid"], reconciler.body["metadata"]["resourceVersion"])
                 for reconciler, _ in self._running.values()
-                if reconciler.body
+                if reconciler.body and self.watches.may_read(reconciler.namespace)
             ),
         )
-        self._sweep = Sweep(cluster, namespaces, kinds, self._ghosts_found, pauses)
+        self._sweep = Sweep(cluster, self._readable, kinds, self._ghosts_found, pauses)
         self._helpers: tuple[asyncio.Task[None], ...] = ()
         self.started = False
 
@@ -111,10 +119,14 @@ class Loops:
             if not namespaces:
                 await asyncio.sleep(pause)
 
+    def _readable(self) -> tuple[str, ...] | None:
+        return tuple(filter(self.watches.may_read, self._namespaces)) if self._namespaces else None
+
     def _indexed(self, kind: str) -> Iterable[tuple[str, str]]:
         return (
             (child.uid, child.resource_version)
-            for children in self._children.values()
+            for (namespace, _), children in self._children.items()
+            if self.watches.may_read(namespace)
             for child in children
             if child.kind == kind
         )
@@ -147,6 +159,8 @@ class Loops:
             return
 
         def observe() -> Observed:
+            if not self.watches.may_read(key[0]):
+                raise RefusedError(f"namespace {key[0]} cannot be read")
             live_children = [
                 child
                 for child in cast("Iterable[Child]", children.get(key, ()))
@@ -265,6 +279,7 @@ def settings() -> kopf.OperatorSettings:
     kopf_settings.watching.connect_timeout = 10
     kopf_settings.watching.server_timeout = 300
     kopf_settings.networking.request_timeout = 60
+    kopf_settings.networking.error_backoffs = (1.0, 2.0, 4.0)
     selectors = {**dict.fromkeys(CHILD_KINDS.values(), OWN_SELECTOR), PODS: SELECTOR}
     for resource, selector in selectors.items():
         kopf_settings.watching.label_selectors[(resource.group, resource.version, resource.plural)] = selector

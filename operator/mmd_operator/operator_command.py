@@ -29,6 +29,10 @@ def operator(
             help="Namespace of the Lease. Defaults to POD_NAMESPACE, then to the first --namespace."
         ),
     ] = None,
+    lease_name: Annotated[
+        str,
+        typer.Option(help="Name of the Lease. Operators that share it act one at a time."),
+    ] = "multimodal-operator",
     health_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for /healthz and /metrics; 0 disables both.")
     ] = 8080,
@@ -42,7 +46,13 @@ def operator(
     resolved_lease_namespace = (
         lease_namespace or os.environ.get("POD_NAMESPACE") or (namespace[0] if namespace else "default")
     )
-    run(Options(tuple(namespace or ()), resolved_lease_namespace, health_port), log_level)
+    options = Options(
+        namespaces=tuple(namespace or ()),
+        lease_namespace=resolved_lease_namespace,
+        health_port=health_port,
+        lease_name=lease_name,
+    )
+    run(options, log_level)
 
 
 def run(options: Options, log_level: str = "INFO") -> None:

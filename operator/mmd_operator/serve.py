@@ -19,14 +19,14 @@ from mmd_api.resource import GROUP, PLURAL
 from mmd_operator.handlers import Loops, registry_for, settings
 from mmd_operator.health import health_endpoint
 from mmd_operator.kube.cluster import (
+    CHILD_KINDS,
     DEPLOYMENTS,
     INSTALLED_BY_USERS,
-    REQUEST_SECONDS,
     BusyError,
     Cluster,
     RefusedError,
 )
-from mmd_operator.kube.leadership import Leadership, NotLeaderError
+from mmd_operator.kube.leadership import DEFAULT_LEASE_NAME, Leadership, NotLeaderError
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION, Pauses
 
@@ -47,6 +47,7 @@ class Options:
     lease_namespace: str
     health_port: int
     pauses: Pauses = PRODUCTION
+    lease_name: str = DEFAULT_LEASE_NAME
 
 
 @asynccontextmanager
@@ -107,34 +108,36 @@ async def serve(options: Options) -> None:
     async with AsyncExitStack() as stack:
         # Renewals have their own client, so that they never wait for other calls.
         api = await stack.enter_async_context(api_client())
-        leadership = Leadership(api, options.lease_namespace, metrics, options.pauses)
+        leadership = Leadership(api, options.lease_namespace, options.lease_name, metrics, options.pauses)
         fenced = await stack.enter_async_context(api_client(leadership.fence))
         cluster = Cluster(fenced, metrics)
         loops = Loops(cluster, options.namespaces, metrics, options.pauses)
         metrics.leading.set_function(lambda: leadership.held)
         metrics.oldest_pass.set_function(lambda: loops.oldest_pass_seconds)
         metrics.deployments = loops.snapshots
+        metrics.unread = lambda: loops.watches.unread_seconds
 
         async def work() -> None:
+            await _need_definition(cluster, options.pauses)
             installation_watchers = [
                 asyncio.create_task(_stop_when_installed(kind, cluster, stop, options.pauses))
                 for kind in INSTALLED_BY_USERS
             ]
             try:
-                await kopf.operator(
-                    registry=registry_for(loops),
-                    settings=settings(),
-                    standalone=True,
-                    clusterwide=not options.namespaces,
-                    namespaces=options.namespaces,
-                    stop_flag=stop,
-                )
+                with loops.watches.in_force():
+                    await kopf.operator(
+                        registry=registry_for(loops),
+                        settings=settings(),
+                        standalone=True,
+                        clusterwide=not options.namespaces,
+                        namespaces=options.namespaces,
+                        stop_flag=stop,
+                    )
             finally:
                 for watcher in installation_watchers:
                     watcher.cancel()
 
         async with health_endpoint(options.health_port, lambda: trouble(leadership, loops), metrics):
-            await _need_definition(api, options)
             leading = asyncio.create_task(leadership.lead(work))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,35 +162,29 @@ async def _stop_when_installed(kind: str, cluster: Cluster, stop: asyncio.Event,
 
 async def _served(kind: str, cluster: Cluster) -> bool:
     try:
-        return await cluster.serves(kind)
+        return await cluster.serves(CHILD_KINDS[kind])
     except (BusyError, RefusedError) as error:
         logger.warning("failed to find out whether the API server serves %s: %s", kind, error)
         return False
 
 
-async def _need_definition(api: client.ApiClient, options: Options) -> None:
-    """Raise if the CRD is missing: kopf would wait for it silently."""
-    custom = client.CustomObjectsApi(api)
-    try:
-        if options.namespaces:
-            await custom.list_namespaced_custom_object(
-                DEPLOYMENTS.group,
-                DEPLOYMENTS.version,
-                options.namespaces[0],
-                PLURAL,
-                limit=1,
-                _request_timeout=REQUEST_SECONDS,
-            )
+async def _need_definition(cluster: Cluster, pauses: Pauses) -> None:
+    """Return once the API server serves MultimodalDeployments, for which kopf would wait silently. While it cannot be asked, ask again.
+
+    Raises:
+        NoDefinitionError: the API server does not serve them.
+    """
+    while True:
+        try:
+            if await cluster.serves(DEPLOYMENTS):
+                return
+        except BusyError as error:
+            logger.warning("failed to find out whether the API server serves %s: %s", PLURAL, error)
+            await asyncio.sleep(pauses.lease_seconds)
         else:
-            await custom.list_cluster_custom_object(
-                DEPLOYMENTS.group, DEPLOYMENTS.version, PLURAL, limit=1, _request_timeout=REQUEST_SECONDS
-            )
-    except client.ApiException as error:
-        if error.status == 404:
             raise NoDefinitionError(
                 f"the API server does not serve {PLURAL}.{GROUP}; apply the CRD, or install the chart with crds.install=true"
-            ) from error
-        raise
+            )
 
 
 __all__ = ["NoDefinitionError", "NotLeaderError", "Options", "serve"]

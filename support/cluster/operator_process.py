@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -37,12 +38,35 @@ def another_release() -> None:
     pods.PROBE_TIMEOUT_SECONDS += 1
 
 
+def release_with_one_lease_for_all() -> None:
+    """Turn this process into a release from before Leases were named after releases of the chart."""
+    from mmd_operator.kube import leadership
+
+    leadership.Leadership.__init__ = _with_one_lease(leadership.Leadership.__init__)  # type: ignore[method-assign]
+
+
+def _with_one_lease(constructor: Callable[..., None]) -> Callable[..., None]:
+    def construct(self: Any, api: Any, namespace: str, name: str, *others: Any) -> None:
+        constructor(self, api, namespace, "multimodal-operator", *others)
+        self.identity = self.identity.rpartition("_")[0]
+
+    return construct
+
+
+@dataclass(frozen=True)
+class LeasePlace:
+    """Where an operator's Lease is. `name`: that of the chart's usual release."""
+
+    namespace: str
+    name: str = "multimodal-operator"
+
+
 @dataclass(frozen=True)
 class _Launch:
     """How an operator runs. `pauses`: None for those of the command line, which are those of production."""
 
     namespaces: tuple[str, ...]
-    lease_namespace: str
+    lease: LeasePlace
     health_port: int
     environment: dict[str, str]
     log: str
@@ -52,8 +76,8 @@ class _Launch:
     @property
     def arguments(self) -> list[str]:
         served = [f"--namespace={name}" for name in self.namespaces] or ["--all-namespaces"]
-        lease = f"--lease-namespace={self.lease_namespace}"
-        return ["operator", *served, lease, f"--health-port={self.health_port}"]
+        lease = [f"--lease-namespace={self.lease.namespace}", f"--lease-name={self.lease.name}"]
+        return ["operator", *served, *lease, f"--health-port={self.health_port}"]
 
 
 def _run(launch: _Launch) -> None:
@@ -83,7 +107,10 @@ def _run_with(launch: _Launch, pauses: Pauses) -> None:
     from mmd_operator.serve import Options
 
     try:
-        run(Options(launch.namespaces, launch.lease_namespace, launch.health_port, pauses))
+        options = Options(
+            launch.namespaces, launch.lease.namespace, launch.health_port, pauses, launch.lease.name
+        )
+        run(options)
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
 
@@ -91,8 +118,7 @@ def _run_with(launch: _Launch, pauses: Pauses) -> None:
 class OperatorProcess:
     """`mmd operator` against an API server.
 
-    `namespace`: the namespace that it serves; empty: all of them. `lease_namespace`: namespace of its Lease;
-    by default the first one it serves.
+    `namespace`: the namespace that it serves; empty: all of them. `lease`: by default in the first one it serves.
     """
 
     def __init__(
@@ -102,14 +128,14 @@ class OperatorProcess:
         folder: Path,
         health_port: int = 0,
         also: tuple[str, ...] = (),
-        lease_namespace: str = "",
+        lease: LeasePlace | None = None,
         prepare: Callable[[], None] | None = None,
         pauses: Pauses | None = None,
     ) -> None:
         self.log = folder / f"operator-{namespace}-{id(self)}.log"
         self._launch = _Launch(
             namespaces=(namespace, *also) if namespace else (),
-            lease_namespace=lease_namespace or namespace,
+            lease=lease or LeasePlace(namespace),
             health_port=health_port,
             environment={"KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"},
             log=str(self.log),

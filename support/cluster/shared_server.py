@@ -19,7 +19,7 @@ from mmd_api.crd import custom_resource_definition
 from mmd_api.pool_resource import pool_definition
 from support.cluster.control_plane import TOKEN, ControlPlane
 from support.cluster.definitions import OF_USERS, establish
-from support.cluster.operator_process import OperatorProcess
+from support.cluster.operator_process import LeasePlace, OperatorProcess
 from support.cluster.quick_pauses import QUICK_PAUSES
 from support.servers.kept import Facts, Kept, keep
 
@@ -73,7 +73,7 @@ def shared_in(folder: Path) -> Kept:
 def _running(folder: Path) -> Iterator[Facts]:
     plane = ControlPlane(folder)
     operator = OperatorProcess(
-        plane.kubeconfig(), "", folder, lease_namespace=LEASE_NAMESPACE, pauses=QUICK_PAUSES
+        plane.kubeconfig(), "", folder, lease=LeasePlace(LEASE_NAMESPACE), pauses=QUICK_PAUSES
     )
     try:
         plane.start()

@@ -89,7 +89,7 @@ def test_a_sweep_lists_in_pages_no_older_than_the_index(unruly: UnrulyServer, na
     kinds = {CONFIG_MAPS: (SELECTOR, made.items)}
 
     async def work(cluster: Cluster) -> None:
-        sweep = Sweep(cluster, (namespace.name,), kinds, found.update, PRODUCTION)
+        sweep = Sweep(cluster, lambda: (namespace.name,), kinds, found.update, PRODUCTION)
         await sweep.look(kinds)
         assert not found
         gone = namespace.core.read_namespaced_config_map("m5", namespace.name).metadata.uid
@@ -117,7 +117,7 @@ def test_a_list_that_expires_halfway_makes_no_ghosts(unruly: UnrulyServer, names
     expired = unruly.refuse("GET", r"/configmaps\?.*continue=", 410)
 
     async def work(cluster: Cluster) -> None:
-        sweep = Sweep(cluster, (namespace.name,), kinds, found.update, PRODUCTION)
+        sweep = Sweep(cluster, lambda: (namespace.name,), kinds, found.update, PRODUCTION)
         await sweep.look(kinds)
         assert expired.met == 1
         assert not found

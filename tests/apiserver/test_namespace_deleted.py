@@ -11,7 +11,7 @@ import pytest
 from mmd_operator.kube.pauses import Pauses
 from support.cluster.control_plane import ControlPlane
 from support.cluster.deployments import SPEC
-from support.cluster.operator_process import OperatorProcess
+from support.cluster.operator_process import LeasePlace, OperatorProcess
 from support.cluster.standin import Namespace, eventually
 
 from .rights import RULES, bind, token_of
@@ -38,7 +38,9 @@ def operator(
         bind(namespace, namespace.name, RULES["rules"], account)
         bind(namespace, "default", RULES["leaseRules"], account)
         kubeconfig = control_plane.kubeconfig(token_of(namespace, *account))
-    process = OperatorProcess(kubeconfig, namespace.name, tmp_path, lease_namespace="default", pauses=pauses)
+    process = OperatorProcess(
+        kubeconfig, namespace.name, tmp_path, lease=LeasePlace("default"), pauses=pauses
+    )
     process.start()
     yield process
     process.kill()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kubernetes import client
 
-from mmd_operator.kube.leadership import LEASE_NAME
+from mmd_operator.kube.leadership import DEFAULT_LEASE_NAME
 from support.cluster.control_plane import TOKEN, ControlPlane
 from support.cluster.deployments import SPEC
-from support.cluster.operator_process import OperatorProcess
+from support.cluster.operator_process import LeasePlace, OperatorProcess, release_with_one_lease_for_all
 from support.cluster.standin import Namespace, eventually
 from support.cluster.unruly_server import UnrulyServer
 from support.harness.waiting import DEADLINE_SECONDS
@@ -75,9 +77,11 @@ def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
     namespace.settled(namespace.is_ready)
 
     first.start()
-    held_by_second = namespace.leases.read_namespaced_lease(LEASE_NAME, namespace.name).spec.holder_identity
+    held_by_second = namespace.leases.read_namespaced_lease(
+        DEFAULT_LEASE_NAME, namespace.name
+    ).spec.holder_identity
     assert second.stop() == 0
-    given_back = namespace.leases.read_namespaced_lease(LEASE_NAME, namespace.name).spec
+    given_back = namespace.leases.read_namespaced_lease(DEFAULT_LEASE_NAME, namespace.name).spec
     assert given_back.holder_identity != held_by_second, "else the first would wait for its end"
     eventually(lambda: leads_again(first))
     namespace.change({"decode": {"replicas": 2}})
@@ -86,3 +90,78 @@ def test_a_frozen_operator_is_replaced_and_writes_nothing_when_it_wakes(
 
 def leads_again(process: OperatorProcess) -> None:
     assert process.log_text().count(" is the leader") == 2
+
+
+@pytest.fixture
+def start(
+    control_plane: ControlPlane, namespace: Namespace, tmp_path: Path
+) -> Iterator[Callable[..., OperatorProcess]]:
+    """Starts an operator that serves a namespace. The Leases of all are in the test's own."""
+    begun: list[OperatorProcess] = []
+
+    def started(served: Namespace, release: str = "multimodal-operator", **options: Any) -> OperatorProcess:
+        process = OperatorProcess(
+            control_plane.kubeconfig(),
+            served.name,
+            tmp_path,
+            lease=LeasePlace(namespace.name, release),
+            **options,
+        )
+        begun.append(process)
+        process.start()
+        return process
+
+    yield started
+    for process in begun:
+        process.kill()
+
+
+def test_two_releases_of_one_namespace_both_serve(
+    api: client.ApiClient, namespace: Namespace, start: Callable[..., OperatorProcess]
+):
+    """Each serves another team, and neither waits for the other."""
+    other = Namespace.create(api, "other-team")
+    for served, release in ((namespace, "team-a"), (other, "team-b")):
+        start(served, release=release)
+        served.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+    other.settled(other.is_ready)
+
+
+def test_an_upgraded_release_waits_for_operators_that_know_one_lease_for_all(
+    namespace: Namespace, start: Callable[..., OperatorProcess]
+):
+    """The leader before the upgrade is followed by its own standby, and only then by the first that has a Lease of its own."""
+    old = [start(namespace, prepare=release_with_one_lease_for_all) for _ in range(2)]
+    eventually(lambda: leading(old))
+    upgraded = start(namespace, release="team-a")
+    eventually(lambda: waits(upgraded))
+    first = next(process for process in old if " is the leader" in process.log_text())
+    old.remove(first)
+    assert first.stop() == 0
+    eventually(lambda: leading(old))
+    assert " is the leader" not in upgraded.log_text()
+    assert old[0].stop() == 0
+    eventually(lambda: leads(upgraded))
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+
+
+def test_a_release_gives_way_when_it_is_rolled_back_to_one_lease_for_all(
+    namespace: Namespace, start: Callable[..., OperatorProcess]
+):
+    upgraded = start(namespace, release="team-a")
+    eventually(lambda: leads(upgraded))
+    old = start(namespace, prepare=release_with_one_lease_for_all)
+    assert upgraded.wait(DEADLINE_SECONDS) == 1, upgraded.log_text()[-2000:]
+    eventually(lambda: leads(old))
+    namespace.apply(SPEC)
+    namespace.settled(namespace.is_ready)
+
+
+def leading(processes: list[OperatorProcess]) -> None:
+    assert any(" is the leader" in process.log_text() for process in processes)
+
+
+def waits(process: OperatorProcess) -> None:
+    assert "an operator of an earlier release may hold the lease multimodal-operator" in process.log_text()

@@ -128,3 +128,26 @@ def test_a_rollout_waits_for_an_api_server_that_restarts(
         assert namespace.revisions() == {namespace.gateway_revision()}
     finally:
         process.kill()
+
+
+def test_an_operator_that_starts_while_the_api_server_is_away_waits_for_it(
+    control_plane: ControlPlane, namespace: Namespace, tmp_path: Path
+):
+    process = OperatorProcess(control_plane.kubeconfig(), namespace.name, tmp_path)
+
+    def waits() -> None:
+        assert process.log_text().count("failed to write the lease") >= 2
+
+    namespace.apply(SPEC)
+    control_plane.kill_api_server()
+    try:
+        process.start()
+        eventually(waits)
+        assert process.wait(0) is None
+        control_plane.start_api_server()
+        namespace.settled(namespace.is_ready)
+        assert process.wait(0) is None
+    finally:
+        process.kill()
+        if not answers(f"{control_plane.url}/readyz"):
+            control_plane.start_api_server()

@@ -108,6 +108,16 @@ def test_an_install_for_some_namespaces_has_no_right_elsewhere(tools: Path):
     assert [a for a in container["args"] if "namespace" in a] == ["--namespace=a", "--namespace=b"]
 
 
+@pytest.mark.parametrize("values", [(), ("--set=leaseName=shared",)], ids=["by-default", "by-value"])
+def test_releases_share_a_lease_only_if_they_are_told_to(tools: Path, values: tuple[str, ...]):
+    """Two in one namespace would else wait for each other for ever."""
+    leases = []
+    for release in ("team-a", "team-b"):
+        result = helm(tools, "template", release, str(CHART), "--set=crds.install=false", *values)
+        leases += re.findall(r"--lease-name=(\S+)", result.stdout)
+    assert leases == (["shared", "shared"] if values else ["team-a", "team-b"])
+
+
 def test_every_dashboard_is_a_config_map_that_grafana_finds(tools: Path):
     rendered = objects(tools, "--set=dashboards.enabled=true")
     maps = [item for key, item in rendered.items() if key.startswith("ConfigMap/")]

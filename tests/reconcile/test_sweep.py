@@ -33,7 +33,7 @@ async def test_a_kind_that_cannot_be_listed_does_not_stop_other_sweeps() -> None
     cluster = Cluster()
     kinds = {kind: (None, lambda: [("u", "5")]) for kind in (FORBIDDEN, HEALTHY)}
     pauses = Pauses(sweep_seconds=0.2, sweep_retry_seconds=0.01)
-    sweep = Sweep(cluster, (), kinds, lambda _: None, pauses)  # type: ignore[arg-type]
+    sweep = Sweep(cluster, lambda: None, kinds, lambda _: None, pauses)  # type: ignore[arg-type]
     running = asyncio.create_task(sweep.run())
     try:
         async with asyncio.timeout(30):

@@ -174,13 +174,12 @@ class Cluster:
         """
         return await self._request("get", CHILD_KINDS[kind].path(namespace, name), absent_is_none=True)
 
-    async def serves(self, kind: str) -> bool:
+    async def serves(self, resource: Resource) -> bool:
         """Whether the API server knows a kind.
 
         Raises:
             RefusedError, BusyError: see the classes.
         """
-        resource = CHILD_KINDS[kind]
         answer = await self._request("get", resource.served_at, absent_is_none=True) or {}
         return any(served["name"] == resource.plural for served in answer.get("resources") or ())
 

@@ -3,6 +3,9 @@
 The rules are those of client-go's leaderelection: another process's lease counts as held until this process has seen it unchanged
 for its whole duration, on its own clock. The clocks of machines need not agree. The client library's own election is not used: its lock
 cannot be created (it passes a boolean as `pretty`, which its generated API rejects), and one lost connection ends the election.
+
+Each release of the chart has its own Lease. Operators of earlier releases all used `DEFAULT_LEASE_NAME`, whatever their release was called,
+so an operator with another Lease does not lead while one of them may: see `EarlierOperator`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from mmd_operator.kube.pauses import Pauses
 
 logger = logging.getLogger(__name__)
 
-LEASE_NAME = "multimodal-operator"
+DEFAULT_LEASE_NAME = "multimodal-operator"
+IDENTITY_PARTS = 4
+"""Host, process, a random number, and the name of the Lease, joined with `_`."""
 LEASE_SECONDS = 15
 SAFE_SECONDS = 10.0
 """This process stops acting after this long without a renewal, well before another may begin."""
@@ -40,10 +45,13 @@ class NotLeaderError(RuntimeError):
 
 
 class Leadership:
-    """The Lease of this operator in a namespace."""
+    """The Lease `name` of this operator in a namespace."""
 
-    def __init__(self, api: ApiClient, namespace: str, metrics: OperatorMetrics, pauses: Pauses) -> None:
-        self.identity = f"{socket.gethostname()}_{os.getpid()}_{uuid4().hex[:8]}"
+    def __init__(
+        self, api: ApiClient, namespace: str, name: str, metrics: OperatorMetrics, pauses: Pauses
+    ) -> None:
+        self.identity = f"{socket.gethostname()}_{os.getpid()}_{uuid4().hex[:8]}_{name}"
+        self._name, self._earlier, self._waits = name, EarlierOperator(), False
         self._dynamic = DynamicClient(api)
         self._metrics, self._pauses = metrics, pauses
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
@@ -64,7 +72,7 @@ class Leadership:
             NotLeaderError: the lease is not held; a process that slept too long finds out here.
         """
         if not self.held:
-            raise NotLeaderError(f"{self.identity} does not hold the lease {LEASE_NAME}; stopping")
+            raise NotLeaderError(f"{self.identity} does not hold the lease {self._name}; stopping")
 
     @property
     def quiet_seconds(self) -> float:
@@ -88,7 +96,7 @@ class Leadership:
                     return await task
                 await self._try()
             raise NotLeaderError(
-                f"the lease {LEASE_NAME} was lost; exiting so that another replica can take over"
+                f"the lease {self._name} was lost; exiting so that another replica can take over"
             )
         finally:
             if not task.done():
@@ -112,9 +120,20 @@ class Leadership:
         return taken
 
     async def _take(self, now: float) -> bool:
-        lease = await self._read()
+        if self._name != DEFAULT_LEASE_NAME:
+            shared = await self._read(DEFAULT_LEASE_NAME)
+            if self._earlier.may_act(shared, now, leading=self._renewed is not None):
+                if not self._waits:
+                    logger.warning(
+                        "waiting while an operator of an earlier release may hold the lease %s",
+                        DEFAULT_LEASE_NAME,
+                    )
+                self._waits, self._renewed = True, None
+                return False
+            self._waits = False
+        lease = await self._read(self._name)
         if lease is None:
-            await self._write("post", self._collection, {"metadata": {"name": LEASE_NAME}}, transitions=0)
+            await self._write("post", self._collection, {"metadata": {"name": self._name}}, transitions=0)
             return True
         spec, version = lease.get("spec", {}), lease["metadata"]["resourceVersion"]
         holder, transitions = spec.get("holderIdentity"), spec.get("leaseTransitions", 0)
@@ -124,16 +143,16 @@ class Leadership:
                 self._foreign_lease = (version, now)
             if now - self._foreign_lease[1] < spec.get("leaseDurationSeconds", LEASE_SECONDS):
                 return False
-        path = f"{self._collection}/{LEASE_NAME}"
+        path = f"{self._collection}/{self._name}"
         transitions += holder != self.identity
         await self._write(
             "put", path, {"metadata": lease["metadata"]}, transitions, spec if holder == self.identity else {}
         )
         return True
 
-    async def _read(self) -> dict[str, Any] | None:
+    async def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            return await self._call("get", f"{self._collection}/{LEASE_NAME}")
+            return await self._call("get", f"{self._collection}/{name}")
         except ApiException as error:
             if error.status == 404:
                 return None
@@ -169,10 +188,35 @@ class Leadership:
         self._renewed = None
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                lease = await self._read()
+                lease = await self._read(self._name)
                 if lease is not None and lease.get("spec", {}).get("holderIdentity") == self.identity:
                     lease["spec"]["holderIdentity"] = None
-                    path = f"{self._collection}/{LEASE_NAME}"
+                    path = f"{self._collection}/{self._name}"
                     await self._call("put", path, lease)
         except _FAILED_CALL as error:
             logger.warning("failed to release the lease; it expires in %d s: %s", LEASE_SECONDS, error)
+
+
+class EarlierOperator:
+    """Whether an operator of an earlier release of the chart may act: it shared one Lease with all installations in its namespace.
+
+    It leads while it holds that Lease, and its standby takes the Lease within seconds once it is free or has expired. Its identity
+    has three parts; that of a later operator ends with the name of its Lease.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, float] = ("", 0.0)  # version of the Lease, and when it was first seen
+
+    def may_act(self, lease: dict[str, Any] | None, now: float, *, leading: bool) -> bool:
+        """Whether to leave the work to it. `lease`: the shared Lease, read `now`. `leading`: whether this process leads already.
+
+        A leader gives way to an earlier operator that takes the free Lease: the chart has been rolled back.
+        """
+        holder = (lease or {}).get("spec", {}).get("holderIdentity") or ""
+        if lease is None or holder.count("_") >= IDENTITY_PARTS - 1:
+            return False
+        version = lease["metadata"]["resourceVersion"]
+        if self._seen[0] != version:
+            self._seen = (version, now)
+        unchanged = now - self._seen[1]
+        return unchanged < 2 * LEASE_SECONDS if holder else not leading and unchanged < LEASE_SECONDS

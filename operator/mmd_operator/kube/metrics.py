@@ -67,7 +67,7 @@ class DeploymentSnapshot:
 
 
 class OperatorMetrics(MetricTable):
-    """The operator's part of the metric catalogue. `deployments` is called at every scrape."""
+    """The operator's part of the metric catalogue. `deployments` and `unread` are called at every scrape."""
 
     LABELS: ClassVar[Mapping[str, str]] = {
         "namespace": "of the deployment",
@@ -96,6 +96,12 @@ class OperatorMetrics(MetricTable):
         "mmd_operator_oldest_pass_seconds",
         "Time since the last pass, successful or not, of the deployment that has waited longest; 0 without deployments",
         moved_by="deployment",
+    )
+    _unread = family(
+        "mmd_operator_unread_seconds",
+        "Time for which the API server has refused to let the leader read a namespace that it serves; 0 while it may",
+        "namespace: a served namespace",
+        moved_by="trouble",
     )
     api_calls = counter(
         "mmd_operator_api_calls_total",
@@ -239,6 +245,7 @@ class OperatorMetrics(MetricTable):
     def __init__(self) -> None:
         super().__init__()
         self.deployments: Callable[[], Iterable[DeploymentSnapshot]] = tuple
+        self.unread: Callable[[], Mapping[str, float]] = dict
         for pool in POOL_NAMES:
             self.drain_seconds.labels(pool)
         self.registry.register(_Families(self))
@@ -255,6 +262,8 @@ class OperatorMetrics(MetricTable):
     def of_deployments(self) -> Iterator[Metric]:
         """Families read from the deployments' loops, filled with their current values."""
         families = self.empty_families()
+        for namespace, seconds in self.unread().items():
+            families[self._unread].add_metric([namespace], seconds)
         for snapshot in self.deployments():
             deployment_labels = [snapshot.namespace, snapshot.name]
             for condition in snapshot.conditions:

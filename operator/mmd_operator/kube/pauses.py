@@ -36,6 +36,10 @@ class Pauses:
     sweep_settle_seconds: float = 0.5
     """Pause after a watch restarts, so that its own list arrives first."""
 
+    first_refused_watch_seconds: float = 5.0
+    last_refused_watch_seconds: float = 60.0
+    """Pause before a watch that the API server refuses begins again."""
+
     first_secret_seconds: float = 5.0
     last_secret_seconds: float = 600.0
     """Pause between polls of the Secret with the passwords of NATS."""

@@ -19,7 +19,7 @@ from mmd_operator.kube.pauses import Pauses
 logger = logging.getLogger(__name__)
 
 Indexed = Callable[[], Iterable[tuple[str, str]]]
-"""Returns the UID and resource version of each object in an index."""
+"""Returns the UID and resource version of each object in an index, but for those of namespaces that may not be read."""
 
 
 class Sweep:
@@ -28,12 +28,12 @@ class Sweep:
     def __init__(
         self,
         cluster: Cluster,
-        namespaces: tuple[str, ...],
+        namespaces: Callable[[], tuple[str, ...] | None],
         kinds: Mapping[Resource, tuple[str | None, Indexed]],
         found: Callable[[set[str]], None],
         pauses: Pauses,
     ) -> None:
-        """`kinds`: label selector and index of each kind. `found`: called with the UIDs of new ghosts. `namespaces`: if empty, all."""
+        """`kinds`: label selector and index of each kind. `found`: called with the UIDs of new ghosts. `namespaces`: those that may be read now; None: all."""
         self._cluster, self._namespaces, self._kinds, self._report_ghosts = cluster, namespaces, kinds, found
         self._pauses = pauses
         self._ghosts: dict[Resource, set[str]] = {}
@@ -57,8 +57,8 @@ class Sweep:
                 async with asyncio.timeout(pause):
                     await self._soon.wait()
                 next_full_sweep = 0.0
+                self._soon.clear()
                 await asyncio.sleep(self._pauses.sweep_settle_seconds)
-            self._soon.clear()
             if time.monotonic() >= next_full_sweep:
                 next_full_sweep = time.monotonic() + interval
                 await self.look(self._kinds.keys())
@@ -89,7 +89,8 @@ class Sweep:
             self._ghosts.pop(resource, None)
             return
         listed: set[str] = set()
-        for namespace in self._namespaces or (None,):
+        namespaces = self._namespaces()
+        for namespace in (None,) if namespaces is None else namespaces:
             not_older_than = None
             if resource not in self._failed:
                 listed_version = self._versions.get((resource, namespace))
