@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmd_workers.media.formats.vorbis import BlockSizes
 from mmd_workers.media.pictures import is_bidirectional, may_begin, picture_order
-from mmd_workers.media.vorbis import BlockSizes
 
 CODECS = ["h264", "hevc", "mpeg4", "mpeg2video", "h263", "vp8"]
 STARTS = st.sampled_from(

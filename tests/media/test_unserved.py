@@ -12,8 +12,8 @@ from mmd_api.contract.pools import MODALITIES
 from mmd_api.spec.media import MediaPolicy
 from mmd_workers.gateway.intake.file_kind import kind_of
 from mmd_workers.media.containers import sniff
+from mmd_workers.media.formats.unserved import FORMATS
 from mmd_workers.media.probe import probe
-from mmd_workers.media.unserved import FORMATS
 
 PAGE = Path(__file__).parents[2] / "docs" / "media.md"
 

@@ -255,10 +255,9 @@ def start_pools_at_present_size(state: RolloutState) -> StepResult:
 
 
 def correct_pool_sizes(state: RolloutState) -> StepResult:
-    """Pools of both revisions get the size of the spec, or one within its bounds, and that of the serving pool until the switch if they
-    scale; they grow by what `gpuBudget` leaves, pools of groups by one group at a time, until that has nodes.
+    """Pools of both revisions get the size of the spec, or one within its bounds; until the switch, scaled ones grow to the serving pool's.
 
-    The remaining budget accounts for the pools that this pass creates.
+    They grow by what `gpuBudget` leaves, pools of groups by one group at a time, until that has nodes. The remaining budget accounts for the pools that this pass creates.
     """
     sizes, short, unplaced, free = {}, [], [], _free_gpus(state)
     starting = {

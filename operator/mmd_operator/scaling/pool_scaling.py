@@ -59,7 +59,7 @@ class PoolScaling:
         self._growth = growth
         self._scaler: Scaler | None = None
         self._spec: MultimodalDeploymentSpec | None = None
-        self._revision: str | None = None  # of the last tick
+        self._revision: str | None = None  # the last tick was about this one
         self.counts = Counts()
         self._record = ScalingRecord(self.counts)
         self._reports = LoadReports(report_fetcher, metrics)

@@ -62,7 +62,9 @@ def pictures(data: bytes, container: str) -> Iterator[Image.Image]:
         BadMediaError: the data is broken or truncated.
     """
     image = containers.open_image(data, container)
-    number = int(getattr(image, "default_image", False))  # of a PNG, a picture for viewers without animations
+    number = int(
+        getattr(image, "default_image", False)
+    )  # a PNG may begin with a picture for viewers without animations
     try:
         while True:
             try:

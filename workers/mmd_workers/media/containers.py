@@ -24,7 +24,7 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
 from mmd_workers.media import pictures
-from mmd_workers.media.vorbis import BlockSizes
+from mmd_workers.media.formats.vorbis import BlockSizes
 
 # The policy limits pixels, checked before any pixel is decoded; Pillow's own limit would refuse or warn at another number.
 Image.MAX_IMAGE_PIXELS = None

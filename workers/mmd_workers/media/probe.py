@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import Modality
 from mmd_workers.media import animations, containers, document
-from mmd_workers.media.announced import missing_bytes
+from mmd_workers.media.formats.announced import missing_bytes
+from mmd_workers.media.formats.unserved import unserved
 from mmd_workers.media.identity import digest
 from mmd_workers.media.medium import MediumInfo, MediumKind
-from mmd_workers.media.unserved import unserved
 
 if TYPE_CHECKING:  # decode processes import this module's neighbours and stay free of pydantic
     from mmd_api.spec.media import MediaPolicy

@@ -10,8 +10,8 @@ import mimetypes
 from mmd_api.contract.errors import BadMediaError
 from mmd_api.contract.pools import MODALITIES
 from mmd_workers.media.containers import CONTAINERS, DOCUMENT, sniff
+from mmd_workers.media.formats.unserved import unserved
 from mmd_workers.media.medium import MediumKind
-from mmd_workers.media.unserved import unserved
 
 HEAD_BYTES = 4096
 

@@ -209,7 +209,7 @@ class _Messages:
         self._fields: list[str] = []
         self._thoughts: list[str] = []  # reasoning that is not yet in a message
         self._reasoning_param = ""
-        self._call_ids: dict[str, str] = {}  # of clients' calls, by the ids of their items
+        self._call_ids: dict[str, str] = {}  # calls that clients make, by the ids of their items
 
     def add(self, item: Any, param: str) -> None:
         """Add an item. `param`: its field."""

@@ -37,7 +37,7 @@ class ResponsesShape(OneAnswer):
         super().__init__()
         self._given = given
         self._custom_tools = given.custom_tools
-        self._input = InputReader()  # of the last call, if it is one of a custom tool
+        self._input = InputReader()  # reads the last call, if a custom tool is called
         self._id_suffix = response_id.rpartition("_")[2]
         self._head: dict[str, Any] = {}
         self._next_number = 0
