@@ -175,8 +175,8 @@ def test_the_start_deadline_counts_from_lost_readiness():
 
 def test_the_time_to_pull_an_image_does_not_count_unless_it_has_no_end():
     pulling = pod(container=waiting("ContainerCreating"), created=CREATED)
-    assert pod_problem(pulling, CREATED_SECONDS + 1799, Deadlines()) is None
-    problem = pod_problem(pulling, CREATED_SECONDS + 1801, Deadlines())
+    assert pod_problem(pulling, CREATED_SECONDS + 1199, Deadlines()) is None
+    problem = pod_problem(pulling, CREATED_SECONDS + 1201, Deadlines())
     assert problem is not None
     assert problem.reason == "NotStarting"
     assert "no container has run" in problem.seen

@@ -14,6 +14,7 @@ from mmd_operator.kube.context import PassContext
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION
 from mmd_operator.observed.observed import Observed, child_of
+from mmd_operator.resources.naming import REVISION_LABEL, Manifest
 from mmd_operator.rollout.execution import Execution
 from mmd_operator.rollout.next_step import Step
 from mmd_operator.sizes.pending_growth import PendingGrowth
@@ -24,6 +25,10 @@ from mmd_operator.status.shortage import REFUSED_SECONDS, Shortage
 from .bodies import NEW, OLD, UID, pod, workload
 
 QUOTA = "pods is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1"
+WEBHOOK_AWAY = (
+    'Internal error occurred: failed calling webhook "validate.example.com": connect: connection refused'
+)
+POLICY = 'admission webhook "validate.example.com" denied the request: image signature is missing'
 
 
 def context(cluster: Any) -> PassContext:
@@ -53,11 +58,19 @@ async def test_a_pod_that_may_not_be_deleted_stops_no_other_step() -> None:
     assert settled
 
 
-@pytest.mark.parametrize(("seen_seconds_ago", "refused"), [(0, True), (3600, False)])
-async def test_pods_are_refused_once_their_controller_has_said_so_for_a_minute(
-    seen_seconds_ago: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "reason", "seen_seconds_ago", "refused"),
+    [
+        (QUOTA, "QuotaExceeded", 0, True),
+        (QUOTA, "QuotaExceeded", 3600, False),
+        (WEBHOOK_AWAY, "WebhookFailed", 0, False),
+        (POLICY, "AdmissionRefused", 0, False),
+    ],
+)
+async def test_a_pod_is_refused_once_a_quota_has_had_no_room_for_it_for_a_minute(
+    words: str, reason: str, seen_seconds_ago: float, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Event from before the pod was missing says nothing about it."""
+    """An Event from before the pod was missing says nothing about it. A webhook would refuse it also in place of one that is gone."""
     clock = SimpleNamespace(now=1000.0, before=time.time() - 1000.0)
     monkeypatch.setattr(
         shortage, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.before + clock.now)
@@ -69,7 +82,7 @@ async def test_pods_are_refused_once_their_controller_has_said_so_for_a_minute(
     class Cluster:
         async def warnings_about(self, *_: object) -> list[dict[str, Any]]:
             at = datetime.fromtimestamp(clock.before + clock.now - seen_seconds_ago, UTC)
-            return [{"reason": "FailedCreate", "message": QUOTA, "lastTimestamp": at.isoformat()}]
+            return [{"reason": "FailedCreate", "message": words, "lastTimestamp": at.isoformat()}]
 
     found = Shortage(context(Cluster()))
     for _ in range(5):
@@ -77,9 +90,35 @@ async def test_pods_are_refused_once_their_controller_has_said_so_for_a_minute(
         assert not found.refused
         clock.now += REFUSED_SECONDS / 6
     (problem,) = await found.problems(Observed({child.key: child}))
-    assert problem.reason == "QuotaExceeded"
+    assert problem.reason == reason
     clock.now += REFUSED_SECONDS
     await found.problems(Observed({child.key: child}))
     assert found.refused == ({child.name} if refused else set())
     await found.problems(Observed())
     assert not found.refused
+
+
+@pytest.mark.parametrize(("exists", "applied"), [(False, True), (True, False)])
+async def test_a_gateway_that_is_gone_waits_for_no_object_that_is_refused(
+    exists: bool, applied: bool
+) -> None:
+    """One that serves is switched only when all others have settled."""
+    asked: list[str] = []
+
+    class Applier:
+        async def apply(self, manifest: Manifest, *_: object) -> tuple[str, None]:
+            asked.append(manifest["kind"])
+            return "Refused" if manifest["kind"] == "NetworkPolicy" else "Unchanged", None
+
+    template = {"metadata": {"labels": {REVISION_LABEL: NEW}}}
+    objects = [
+        {"kind": kind, "metadata": {"name": "demo-gateway"}, "spec": {"template": template}}
+        for kind in ("NetworkPolicy", "Deployment")
+    ]
+    execution = Execution(context(None), UID, PendingGrowth())
+    execution._applier = cast(Any, Applier())
+    gateway = child_of("Deployment", workload("Deployment", "gateway", None, template=OLD))
+    seen = Observed({gateway.key: gateway} if exists else {})
+    step = Step("SwitchingGateway", NEW, OLD, tuple(objects), {}, ())
+    await execution.carry_out({}, step, [], seen)
+    assert ("Deployment" in asked) is applied

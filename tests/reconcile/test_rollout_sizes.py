@@ -246,3 +246,25 @@ def test_a_pool_that_follows_holds_the_gpus_of_its_growth():
     found = step({"prefill": 4, "decode": 2}, {"prefill": 2, "decode": 2}, budget=20)
     (growth,) = found.growth.values()
     assert (growth.replicas, growth.gpus) == (4, 1)
+
+
+def test_a_failed_switch_is_taken_back_without_outgrowing_the_revision_that_failed() -> None:
+    """The gateway names the new revision and is not Ready; the old one is in effect again, and its gateways and pools are."""
+    pools = {"prefill": scaled(1, 5), "decode": FIXED}
+    spec = {"model": MODEL, "engine": engine(pools), **pools}
+    back = deployment(spec)
+    old = pipeline_revision(back.spec)
+    failed = pipeline_revision(deployment({**spec, "model": {**MODEL, "dtype": "BFloat16"}}).spec)
+    sizes = {(old, "prefill"): 2, (failed, "prefill"): 5, (old, "decode"): 2, (failed, "decode"): 2}
+    bodies = [workload("StatefulSet", pool, of, replicas=n, gpus=1) for (of, pool), n in sizes.items()]
+    children = [child_of("StatefulSet", body) for body in (*bodies, workload("StatefulSet", "nats", None))]
+    children.append(child_of("Deployment", workload("Deployment", "gateway", None, template=failed, ready=0)))
+    pods = [
+        pod(pool, of, name=f"demo-{pool}-{of}-{number}", ready=True, gpus=1)
+        for (of, pool), n in sizes.items()
+        for number in range(n)
+    ]
+    pods += [pod("gateway", old, name="old", ready=True), pod("gateway", failed, name="new")]
+    seen = Observed({child.key: child for child in children}, tuple(pods))
+    found = next_step(back.spec, old, plan_objects(back, "default"), seen, UID, 0.0, failed, None)
+    assert found.stage == "SwitchingGateway"

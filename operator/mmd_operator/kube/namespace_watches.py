@@ -68,11 +68,11 @@ class NamespaceWatches:
         ) -> AsyncIterator[Any]:
             pause = self._pauses.first_refused_watch_seconds
             while True:
+                began = time.monotonic()
                 try:
                     async for event in original(resource=resource, namespace=namespace, **options):
                         if event is _LISTED and namespace is not None:
                             self._listed(namespace, resource)
-                            pause = self._pauses.first_refused_watch_seconds
                         yield event
                     return
                 except errors.APIForbiddenError as error:
@@ -82,6 +82,8 @@ class NamespaceWatches:
                     yield _LISTED
                 except errors.APIServerError as error:
                     logger.warning("failed to watch %s: %s", resource, error)
+                if time.monotonic() - began > self._pauses.last_refused_watch_seconds:
+                    pause = self._pauses.first_refused_watch_seconds
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._pauses.last_refused_watch_seconds)
 

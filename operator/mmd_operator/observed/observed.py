@@ -44,7 +44,7 @@ MAX_TEXT_CHARACTERS = 400
 TERMINATION_MARGIN_SECONDS = 60.0
 NO_CLAIM = "cannot allocate all claims"
 """The scheduler's words about a pod whose ResourceClaims no node can serve."""
-CREATION_SECONDS = 1200.0
+CREATION_SECONDS = 600.0
 """Grace of a scheduled pod without any container yet: its image is pulled and its volumes are mounted. Then its start counts."""
 LEFT_READY_SECONDS = 60.0
 """A container that ended no longer than this before its pod stopped being Ready may be the cause of that."""
@@ -251,8 +251,8 @@ class PoolGrowth:
 class Observed:
     """All objects and pods of one deployment.
 
-    `growth`: decided sizes that the watch does not show yet, by workload name. `refused`: workloads with pods that may not be created, by a
-    quota or an admission policy.
+    `growth`: decided sizes that the watch does not show yet, by workload name. `refused`: workloads with pods that a
+    quota has no room for.
     """
 
     children: Mapping[ObjectKey, Child] = field(default_factory=dict)

@@ -460,7 +460,7 @@ def gateway_lost(name: str, revision: str) -> Problem:
         "GatewayLost",
         "gateway",
         f"another client deleted or changed Deployment {name}-gateway while revision {revision} served, and no recorded spec makes that revision",
-        "change the spec back to what it was, or wait until the pools of the new revision are Ready; the pools that served stay until then",
+        "wait until the pools of the new revision are Ready, or change the spec back if it was changed (after an upgrade of the operator, wait); the pools that served stay until then",
         revision=revision,
     )
 

@@ -95,9 +95,10 @@ class Execution:
         """Write the step's objects. Clients switch to other gateways only after all earlier objects have settled."""
         for manifest in step.apply:
             key = kind, name = manifest_key(manifest)
-            if not outcome.settled and kind == "Deployment" and step.stage == "SwitchingGateway":
-                continue
             child = observed.children.get(key)
+            switches = kind == "Deployment" and step.stage == "SwitchingGateway" and child is not None
+            if switches and not outcome.settled:
+                continue
             if child is not None and child.key in outcome.withheld:
                 continue
             result, problem = await self._applier.apply(manifest, child, time.monotonic())

@@ -537,7 +537,7 @@ def _can_serve(manifest: Manifest, state: RolloutState, serving: str | None) -> 
     workload, pool = child.workload, _pool_of(manifest, state)
     if workload.on_delete and outdated_pods(child, state.observed):
         return False
-    if pool is None or serving in (None, state.revision):
+    if pool is None or serving in (None, state.revision) or _serves_alone(state):
         return workload.rolled
     size = _starting_size(manifest, state, serving)
     if (
@@ -550,6 +550,12 @@ def _can_serve(manifest: Manifest, state: RolloutState, serving: str | None) -> 
     # A pool that grows may never have all pods Ready, and the nodes may not do for both: what counts is what serves.
     needed = min(size, max(1, wanted_replicas(pool, _running(beside, state.observed))))
     return workload.up_to_date and workload.ready >= needed
+
+
+def _serves_alone(state: RolloutState) -> bool:
+    """Whether the only Ready gateway pods are still those of the revision to serve: a switch away from it has failed."""
+    revisions = {p.revision for p in state.observed.pods_of("gateway") if p.ready and not p.deleting}
+    return revisions == {state.revision}
 
 
 def _running(child: Child, observed: Observed) -> int:

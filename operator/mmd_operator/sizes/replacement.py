@@ -72,7 +72,7 @@ def replacement(
     """The next action for one pool with the desired size `wanted`. `free_gpus`: GPUs left by the budget (None: no budget); `now`: Unix seconds.
 
     At most one pod of `wanted` is away at any time. The only pod of a pool goes when another is Ready, unless the GPU budget has no room
-    for another, the other may not be created, or no node takes it before its deadline: it may well be waiting for what the only pod holds.
+    for another, a quota none either, or no node takes it before its deadline: it may well be waiting for what the only pod holds.
     """
     outdated = outdated_pods(child, observed)
     workload = child.workload

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 SHORT_OF_PODS_SECONDS = 3.0
 REFUSED_SECONDS = 60.0
-"""Pods that end may leave room in a quota, and a webhook may come back, before something is done about a refusal."""
+"""Pods that end may leave room in a quota before something is done about its refusal."""
 
 
 class Shortage:
@@ -35,7 +35,7 @@ class Shortage:
 
     @property
     def refused(self) -> frozenset[str]:
-        """Names of workloads with pods that their controller has been refused for `REFUSED_SECONDS`."""
+        """Names of workloads with pods that a quota has had no room for, for `REFUSED_SECONDS`."""
         now = time.monotonic()
         return frozenset(name for name, at in self._refused_since.items() if now - at >= REFUSED_SECONDS)
 
@@ -100,8 +100,12 @@ class Shortage:
 
 
 def _is_refusal(event: Manifest, since: float) -> bool:
-    """Whether an Event says that a pod could not be created since then, in Unix seconds. Times in Events are whole seconds."""
-    return event.get("reason") == "FailedCreate" and last_seen(event) >= since - 1
+    """Whether an Event says that a quota had no room for a pod since then, in Unix seconds. Times in Events are whole seconds.
+
+    What a webhook or a policy refuses, it would refuse in place of a pod that is gone, too.
+    """
+    no_room = "exceeded quota" in event.get("message", "")
+    return event.get("reason") == "FailedCreate" and no_room and last_seen(event) >= since - 1
 
 
 def _makers(child: Child, observed: Observed) -> list[tuple[str, str]]:
