@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 from pathlib import Path
 
 import av
@@ -203,3 +204,54 @@ def test_an_uploaded_animation_is_an_image_unless_its_content_type_says_video() 
         head = animation(fmt)[:HEAD_BYTES]
         assert kind_of(head, "", f"a.{fmt.lower()}") == kind_of(head, "", "") == "image"
         assert kind_of(head, f"video/{fmt.lower()}", "") == "video"
+
+
+def apng(*pictures: tuple[int, int, int, bytes, int, int]) -> bytes:
+    """Of 4x4 RGBA pixels. Each picture: left, top, side, its colour, dispose_op, blend_op."""
+    header = chunk(b"IHDR", u32(4, 4) + bytes([8, 6, 0, 0, 0])) + chunk(b"acTL", u32(len(pictures), 0))
+    out, number = [b"\x89PNG\r\n\x1a\n", header], 0
+    for index, (left, top, side, colour, dispose, blend) in enumerate(pictures):
+        control = u32(number, side, side, left, top) + struct.pack(">HHBB", 1, 10, dispose, blend)
+        pixels = zlib.compress((b"\0" + colour * side) * side)
+        body = chunk(b"fdAT", u32(number + 1) + pixels) if index else chunk(b"IDAT", pixels)
+        out += [chunk(b"fcTL", control), body]
+        number += 2 if index else 1
+    return b"".join([*out, chunk(b"IEND", b"")])
+
+
+def gif(*pictures: tuple[int, int, int, int, int]) -> bytes:
+    """Of 4x4 pixels in red, green, blue and white. Each picture: left, top, side, its colour, disposal."""
+    colours = b"\xff\0\0\0\xff\0\0\0\xff\xff\xff\xff"
+    out = [b"GIF89a", struct.pack("<HHBBB", 4, 4, 0x81, 0, 0), colours]
+    for left, top, side, colour, disposal in pictures:
+        out.append(b"\x21\xf9\x04" + struct.pack("<BHB", disposal << 2, 10, 0) + b"\0")
+        out.append(b"\x2c" + struct.pack("<4HB", left, top, side, side, 0) + b"\x02")
+        codes = [code for _ in range(side * side) for code in (4, colour)] + [
+            5
+        ]  # clear before each: always 3 bits
+        bits = sum(code << 3 * place for place, code in enumerate(codes))
+        data = bits.to_bytes((3 * len(codes) + 7) // 8, "little")
+        out.append(bytes([len(data)]) + data + b"\0")
+    return b"".join([*out, b";"])
+
+
+RED, GREEN, WHITE = b"\xff\0\0\xff", b"\0\xff\0\xff", b"\xff\xff\xff\xff"
+
+
+@pytest.mark.parametrize(
+    ("data", "demuxer"),
+    [
+        (apng((0, 0, 4, RED, 0, 0), (0, 0, 2, WHITE, 2, 1), (3, 3, 1, GREEN, 0, 1)), "apng"),
+        (apng((0, 0, 4, RED, 0, 0), (0, 0, 2, WHITE, 2, 0), (3, 3, 1, GREEN, 0, 1)), "apng"),
+        (gif((0, 0, 4, 0, 1), (0, 0, 2, 3, 2), (2, 2, 1, 1, 0), (3, 3, 1, 2, 1)), "gif"),
+        (gif((0, 0, 4, 0, 1), (0, 0, 2, 3, 3), (2, 2, 1, 1, 0), (3, 3, 1, 2, 1)), "gif"),
+    ],
+    ids=["png-over", "png-source", "gif-background", "gif-previous"],
+)
+def test_what_a_picture_leaves_behind_is_as_its_own_disposal_says(data: bytes, demuxer: str) -> None:
+    with av.open(io.BytesIO(data), format=demuxer) as opened:
+        shown = [frame.to_ndarray(format="rgba") for frame in opened.decode(video=0)]
+    frames = decode_video(data, probe(data, "video", POLICY), list(range(len(shown)))).frames
+    for frame, expected in zip(frames, shown, strict=True):
+        is_opaque = expected[..., 3] == 255
+        np.testing.assert_array_equal(frame[is_opaque], expected[is_opaque][:, :3])

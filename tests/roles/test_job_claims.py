@@ -286,3 +286,33 @@ async def test_a_receiver_that_is_overloaded_is_asked_again_after_a_pause() -> N
     await world.clock.until(reporting.done)
     pauses = [later - earlier for earlier, later in pairwise(asked_at)]
     assert pauses == [job_claims.REPORT_PAUSE_SECONDS] * 3
+
+
+async def test_a_receiver_without_heartbeats_is_asked_about_one_job_at_a_time() -> None:
+    """It may be on a dead node: the server still routes questions to it, and each would hold a slot until it times out."""
+    world, asked = World(), list[EncodeCheck]()
+    del world.alive["prefill-0"]
+    world.lost_at = world.clock.now()
+
+    async def hangs(check: EncodeCheck) -> EncodeWanted:
+        asked.append(check)
+        return await hangs_on_checks(check)
+
+    bus = world.net.bus("prefill-0")
+    await bus.serve(bus.subjects.encode_wanted("prefill-0"), EncodeCheck, hangs)
+    claims = [asyncio.create_task(world.claims.claim(world.job, is_first=True)) for _ in range(3)]
+    await world.clock.until(lambda: all(claim.done() for claim in claims))
+    assert [type(claim.exception()) for claim in claims] == [RunUnclearError] * 3
+    assert len(asked) == 1
+    await world.clock.let_pass(job_claims.SILENT_CHECK_SECONDS)
+    assert await world.claim(is_first=True) == "unclear"
+    assert len(asked) == 2
+
+
+async def test_after_a_reconnect_a_receiver_that_seems_to_have_restarted_may_not_have() -> None:
+    """The heartbeat of the process that the job names may not have come yet."""
+    world = World()
+    world.alive["prefill-0"] = "i0"
+    world.lost_at = world.clock.now()
+    await world.claims._reconnected()
+    assert await world.claim(is_first=True) == "unclear"

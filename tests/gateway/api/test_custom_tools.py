@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mmd_workers.gateway.api.responses.custom_tools import CustomTool, InputReader, input_of
+from mmd_workers.gateway.api.responses.server_items import ClientCallOutput
 from tests.gateway.running import Launch, Running
 from tests.gateway.scripted import HalfFirst
 
@@ -325,3 +326,17 @@ async def test_reasoning_goes_on_over_a_search_that_is_left_out(launch: Launch) 
     await create(gateway, input=[question, *thoughts, answer, question])
     await create(gateway, input=[question, thoughts[0], search, thoughts[1], answer, question])
     assert worker.requests[0].token_ids == worker.requests[1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"type": "apply_patch_call_output", "status": "failed"}, "failed"),
+        ({"type": "apply_patch_call_output", "status": "failed", "output": "no such file"}, "no such file"),
+        ({"type": "shell_call_output", "output": [{"stdout": "", "outcome": {"type": "exit", "exit_code": 1}}]}, "exit code 1"),
+        ({"type": "shell_call_output", "output": [{"stdout": "a", "outcome": {"type": "exit", "exit_code": 0}}]}, "a"),
+        ({"type": "shell_call_output", "output": [{"stdout": "a", "outcome": {"type": "timeout"}}]}, "a\ntimeout"),
+    ],
+)  # fmt: skip
+def test_a_call_that_failed_does_not_read_as_a_success(item: dict[str, Any], text: str) -> None:
+    assert ClientCallOutput.model_validate({"call_id": "1", **item}).text == text

@@ -216,3 +216,40 @@ async def test_scores_of_a_prompt_beside_adapters_are_refused_by_name(launch: La
     param, message = await refusal(gateway, "/v1/chat/completions", messages=[HELLO], prompt_logprobs=0)
     assert param == "prompt_logprobs"
     assert "prompt_logprobs is not supported beside spec.engine.adapters" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 1500}], "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        ("/v1/completions", {"prompt": "a " * 1500, "logprobs": 20}, "logprobs"),
+    ],
+)  # fmt: skip
+async def test_scores_of_a_prompt_are_bounded_by_what_workers_compute(
+    launch: Launch, path: str, fields: dict[str, Any], field: str
+) -> None:
+    """They report as many likely tokens beside each token of the prompt as beside those of the answer."""
+    gateway = await launch()
+    await gateway.worker(TEXT)
+    _, message = await refusal(gateway, path, prompt_logprobs=0, max_tokens=1, **fields)
+    assert field in message
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_message_that_ends_in_a_medium_is_not_continued(launch: Launch, path: str) -> None:
+    gateway = await launch()
+    await gateway.worker(TEXT)
+    source = {"type": "base64", "media_type": "image/png", "data": url("", png()).partition(",")[2]}
+    is_chat = path == "/v1/chat/completions"
+    picture = PICTURE if is_chat else {"type": "image", "source": source}
+    last = {"role": "assistant", "content": [{"type": "text", "text": "see"}, picture]}
+    fields = (
+        {"continue_final_message": True, "add_generation_prompt": False} if is_chat else {"max_tokens": 8}
+    )
+    response = await gateway.http.post(path, json={"model": MODEL, "messages": [HELLO, last], **fields})
+    assert response.status_code == 400, response.text
+    if not is_chat:
+        counted = await gateway.http.post(
+            f"{path}/count_tokens", json={"model": MODEL, "messages": [HELLO, last]}
+        )
+        assert counted.status_code == 200, counted.text

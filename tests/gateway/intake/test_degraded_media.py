@@ -179,9 +179,9 @@ async def test_a_prompt_without_videos_that_is_too_long_is_laid_out_once(
     await gateway.worker("the red circle", max_model_len=100)
     rendered, render = [], HfFrontend.render
 
-    def counted(self: HfFrontend, *args: Any) -> Any:
+    def counted(self: HfFrontend, *args: Any, **more: Any) -> Any:
         rendered.append(1)
-        return render(self, *args)
+        return render(self, *args, **more)
 
     monkeypatch.setattr(HfFrontend, "render", counted)
     content = [*parts, {"type": "text", "text": "red circle " * 80}]

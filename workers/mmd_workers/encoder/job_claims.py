@@ -23,6 +23,7 @@ MAX_ENDED_RUNS = 4  # reported in one claim; more only if other encoders claim t
 RECONNECT_SECONDS = 5.0  # for other pods to reconnect, too; until then, none counts as lost
 # A lost receiver may be cut off from NATS. Its client notices that within 15 s, and has then to reconnect.
 RECEIVER_PATIENCE_SECONDS = 20.0
+SILENT_CHECK_SECONDS = 2.0  # interval between questions to a receiver without heartbeats: each may hold a slot until it times out
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class JobClaims:
         self._silent_seconds = silent_seconds
         self._clock = clock
         self._reconnected_at: float | None = None
+        self._asked_at: dict[str, float] = {}  # by receiver without heartbeats that has not answered
         bus.on_reconnect(self._reconnected)
 
     async def claim(self, job: EncodeJob, is_first: bool) -> Claim:
@@ -75,6 +77,7 @@ class JobClaims:
             RunsElsewhereError: another encoder runs the job or has its feature.
             RunUnclearError: whether one does, or whether the receiver is lost, cannot be determined now.
         """
+        self._spare(job)
         ended, failed = None, False
         for _ in range(MAX_ENDED_RUNS):
             try:
@@ -85,6 +88,7 @@ class JobClaims:
                 if is_first and ended is None and trusts_server:
                     return Claim(1, is_recorded=False)
                 raise RunUnclearError from error
+            self._asked_at.pop(job.receiver, None)
             _require_wanted(answer)
             if answer.other is None:
                 return Claim(answer.attempt)
@@ -139,12 +143,28 @@ class JobClaims:
         if not isinstance(error, PeerLostError | DeadlineError):
             return
         if self._misses_receiver(job):
-            has_restarted = self._incarnation_of(job.receiver) is not None
+            # The heartbeat of the newer process may not have come yet where this one was disconnected meanwhile.
+            knows_another = self._incarnation_of(job.receiver) is not None
+            has_restarted = knows_another and not self._has_just_reconnected()
             if has_restarted or self._silent_seconds(job.receiver) >= RECEIVER_PATIENCE_SECONDS:
                 raise ReceiverGoneError(f"{job.receiver}, which requested the feature, is lost") from error
             raise RunUnclearError from error
         if needs_gateway and self._incarnation_of(job.gateway) is None and not self._has_just_reconnected():
             raise MediaGoneError(f"{job.gateway}, which held the medium, is lost") from error
+
+    def _spare(self, job: EncodeJob) -> None:
+        """Ask a receiver without heartbeats for one job at a time: it may never answer, and others need the slots.
+
+        Raises:
+            ReceiverGoneError, RunUnclearError: as in `check_peers`.
+        """
+        now = self._clock.now()
+        self._asked_at = {pod: at for pod, at in self._asked_at.items() if now - at < SILENT_CHECK_SECONDS}
+        if self._incarnation_of(job.receiver) is not None:
+            return
+        if job.receiver in self._asked_at:
+            self.check_peers(job, DeadlineError(f"{job.receiver} has no heartbeats"), needs_gateway=False)
+        self._asked_at[job.receiver] = now
 
     def _misses_receiver(self, job: EncodeJob) -> bool:
         return self._incarnation_of(job.receiver) != job.receiver_incarnation

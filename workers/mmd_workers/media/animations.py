@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import accumulate, islice
 
-from PIL import Image
+from PIL import GifImagePlugin, Image, PngImagePlugin
 
 from mmd_api.contract.errors import BadMediaError
 from mmd_workers.media import containers
@@ -62,22 +62,34 @@ def pictures(data: bytes, container: str) -> Iterator[Image.Image]:
         BadMediaError: the data is broken or truncated.
     """
     image = containers.open_image(data, container)
-    number = int(
-        getattr(image, "default_image", False)
-    )  # a PNG may begin with a picture for viewers without animations
+    # A PNG may begin with a picture for viewers without animations.
+    number = int(getattr(image, "default_image", False))
     try:
         while True:
+            if isinstance(image, GifImagePlugin.GifImageFile):
+                image.disposal_method = 0  # Pillow keeps that of the picture before where one has 0
             try:
                 image.seek(number)
             except EOFError:
                 return
-            image.load()
+            _load(image)
             yield image
             number += 1
     except containers.BROKEN_IMAGE as error:
         raise BadMediaError(
             f"picture {number} of the {container} cannot be decoded ({error}); send a complete, valid file"
         ) from error
+
+
+def _load(image: Image.Image) -> None:
+    """Load a picture. Pillow draws one of a PNG on its copy of the picture before, which may have to be shown again."""
+    if not isinstance(image, PngImagePlugin.PngImageFile) or image._prev_im is None:
+        image.load()
+        return
+    before = image._prev_im.copy() if image.dispose_op == PngImagePlugin.Disposal.OP_PREVIOUS else None
+    image.load()
+    if before is not None:
+        image._prev_im = before
 
 
 def _durations(data: bytes, container: str) -> Iterator[int]:

@@ -209,6 +209,11 @@ ROLES: tuple[str, ...] = tuple(get_args(member)[1].tag for member in get_args(ge
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+def ends_in_text(content: str | Sequence[Any] | None) -> bool:
+    """True if the last part of content, if there is one, is text."""
+    return content is None or isinstance(content, str) or isinstance(content[-1], TextPart | RefusalPart)
+
+
 def check_continued(messages: Sequence[Message], begins_answer: bool | None, continues: bool | None) -> None:
     """Check the fields `add_generation_prompt` and `continue_final_message` of a request.
 
@@ -222,11 +227,11 @@ def check_continued(messages: Sequence[Message], begins_answer: bool | None, con
         )
     elif continues:
         last = messages[-1]
-        is_answer = isinstance(last, AnswerMessage) and not last.tool_calls
+        is_answer = isinstance(last, AnswerMessage) and not last.tool_calls and ends_in_text(last.content)
         if not is_answer or (last.content is None and last.refusal is None):
             param = f"messages[{len(messages) - 1}]"
             fault = (
-                f"{param}: continue_final_message requires a last message of the assistant that has content and no tool_calls; "
+                f"{param}: continue_final_message requires a last message of the assistant that ends in text and has no tool_calls; "
                 "send one, or omit continue_final_message"
             )
     elif begins_answer is False:

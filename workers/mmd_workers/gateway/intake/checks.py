@@ -20,6 +20,7 @@ from mmd_api.contract.errors import (
 from mmd_api.pipeline import PipelineConfig
 from mmd_workers.gateway.basics.api_errors import ApiError, refused
 from mmd_workers.gateway.content.chat_request import GenerationRequest
+from mmd_workers.gateway.content.completion_request import CompletionRequest
 from mmd_workers.gateway.content.parts import MediaSource
 from mmd_workers.media.choice import SamplingChoice
 from mmd_workers.model.interfaces import Frontend
@@ -105,8 +106,11 @@ class RequestChecks:
 
         vLLM applies adapters only to the logits of sampled rows, and fails at others. `param`: the field of the prompt.
         """
-        if (likeliest := request.num_prompt_logprobs) is None:
+        if request.num_prompt_logprobs is None:
             return
+        likeliest = (
+            request.num_computed_logprobs or 0
+        )  # workers report as many beside each token, of prompt and answer
         is_echo = request.prompt_logprobs is None
         field, name = (
             ("logprobs", "echo with logprobs") if is_echo else ("prompt_logprobs", "prompt_logprobs")
@@ -118,6 +122,9 @@ class RequestChecks:
             beside = f"{name} is not supported for prompts with media; omit it, or send text alone"
         if beside:
             raise ApiError(UnsupportedParameterError(beside), param=field)
+        if not is_echo and likeliest > (request.prompt_logprobs or 0):
+            field = "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"
+            name += f" and {field}"
         num_tokens = len(layout.token_ids)
         if (values := num_tokens * (1 + likeliest)) > MAX_PROMPT_LOGPROBS:
             many = InvalidValueError(

@@ -33,7 +33,8 @@ def kind_of(head: bytes, content_type: str, filename: str) -> MediumKind:
         raise BadMediaError(
             f"file: unknown format (its first bytes match no supported format); send one of: {served}"
         )
-    for media_type in (content_type, mimetypes.guess_type(filename)[0] or ""):
+    guessed = "" if container in CONTAINERS["image"] else mimetypes.guess_type(filename)[0] or ""
+    for media_type in (content_type, guessed):
         main_type = media_type.partition("/")[0].strip().lower()
         for kind in kinds:
             if kind == main_type:

@@ -356,9 +356,12 @@ class FairAdmission:
             )
 
     def _start_in_turn(self) -> None:
-        while self._queue.length and (waiting := self._next()) is not None:
+        while self._queue.length:
+            capacity = self._capacity_now()  # read first: a request that is taken has to start
+            if (waiting := self._next()) is None:
+                return
             admission = self._admissions[waiting]
-            admission.started = self._started(waiting, self._capacity_now())
+            admission.started = self._started(waiting, capacity)
             self._room.add(admission.started)
             admission.decided.set()
             self._note_start(admission)

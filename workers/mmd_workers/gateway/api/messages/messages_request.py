@@ -33,6 +33,7 @@ from mmd_workers.gateway.content.conversation import (
     Message,
     ToolCall,
     content_kind,
+    ends_in_text,
 )
 from mmd_workers.gateway.content.parts import CacheMark, FileId, MediaSource, TextPart, Url, type_of
 from mmd_workers.gateway.content.response_format import JsonSchemaFormat, JsonSource, ResponseFormat
@@ -617,7 +618,7 @@ def parse_messages_request(value: object) -> TranslatedRequest:
     if role == "assistant" and not chat.continue_final_message:
         raise fault(
             f"messages.{last}",
-            "the answer cannot go on after calls of tools or thinking alone; end with text, or with a message of the user",
+            "the answer cannot go on after calls of tools, media or thinking alone; end with text, or with a message of the user",
         )
     chat.max_tokens = request.max_tokens
     chat.stop = request.stop_sequences
@@ -637,7 +638,12 @@ def parse_count_tokens_request(value: object) -> TranslatedRequest:
 
 def _has_text_alone(message: Message) -> bool:
     """True if the answer continues this last message of a conversation."""
-    return isinstance(message, AnswerMessage) and message.content is not None and not message.tool_calls
+    return (
+        isinstance(message, AnswerMessage)
+        and message.content is not None
+        and not message.tool_calls
+        and ends_in_text(message.content)
+    )
 
 
 def _response_format(form: OutputFormat) -> ResponseFormat:

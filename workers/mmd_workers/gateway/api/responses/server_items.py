@@ -177,11 +177,28 @@ class ClientCall(_Item):
         return str(self.operation if self.type == "apply_patch_call" else self.action)
 
 
+class ShellOutcome(_Item):
+    """How a command has ended."""
+
+    type: str | None = None
+    exit_code: int | None = None
+
+
 class ShellStreams(_Item):
     """What a command has printed."""
 
     stdout: str | None = None
     stderr: str | None = None
+    outcome: ShellOutcome | None = None
+
+    @property
+    def texts(self) -> tuple[str | None, ...]:
+        """What the model reads: a command that fails or runs out of time may print nothing."""
+        end = self.outcome or ShellOutcome()
+        failed = (
+            f"exit code {end.exit_code}" if end.exit_code else "timeout" if end.type == "timeout" else None
+        )
+        return self.stdout, self.stderr, failed
 
 
 class ClientCallOutput(_Item):
@@ -190,6 +207,7 @@ class ClientCallOutput(_Item):
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     id: CallName | None = None
     call_id: CallName | None = None
+    status: str | None = None
     output: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[list[ShellStreams], _ENTRIES, Tag("parts")],
@@ -206,8 +224,8 @@ class ClientCallOutput(_Item):
     def text(self) -> str:
         """What the model reads."""
         if self.output is None or isinstance(self.output, str):
-            return self.output or ""
-        texts = (text for streams in self.output for text in (streams.stdout, streams.stderr))
+            return self.output or ("failed" if self.status == "failed" else "")
+        texts = (text for streams in self.output for text in streams.texts)
         return "\n".join(filter(None, texts))
 
     @model_validator(mode="after")
