@@ -53,6 +53,20 @@ def cuts(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
             at += size
 
 
+@pytest.mark.parametrize("before", [1, 2, 5])
+def test_a_sequence_that_continues_a_text_keeps_the_space_between_them(
+    byte_fallback: Tokenizer, before: int
+) -> None:
+    """A decoder that drops the leading space of a text drops it of no later piece."""
+    ids = [
+        byte_fallback.token_to_id(piece)
+        for piece in ("▁the", "▁red", "▁circle", "s", "a", "▁the", "▁red", "b")
+    ]
+    detokenizer = IncrementalDetokenizer(byte_fallback.decode, ids[:before])
+    text = detokenizer.push(ids[before:]) + detokenizer.flush()
+    assert byte_fallback.decode(ids[:before]) + text == byte_fallback.decode(ids)
+
+
 @given(ids=st.lists(st.integers(0, 319), max_size=80), sizes=st.lists(st.integers(1, 5), max_size=4))
 @settings(max_examples=400, deadline=None)
 def test_pieces_of_random_ids_join_to_the_decoding_of_the_full_sequence(

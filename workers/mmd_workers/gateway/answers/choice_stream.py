@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from mmd_api.contract.errors import MmdError
 from mmd_workers.gateway.answers.answer_part import AnswerPart, ApiFinishReason, Candidate, Piece, ScoredToken
 from mmd_workers.gateway.output.call_parser import CallParser
-from mmd_workers.gateway.output.detokenizer import IncrementalDetokenizer, StopScanner
+from mmd_workers.gateway.output.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, StopScanner
 from mmd_workers.gateway.output.reasoning_parser import ReasoningParser, ReasoningPart, RunKind
 from mmd_workers.gateway.output.token_texts import TokenTexts
 from mmd_workers.gateway.placement.dispatcher import ServedSequence
@@ -30,6 +30,7 @@ class ChoiceStream:
         frontend: Frontend,
         stops: Sequence[str],
         *,
+        text_before: Sequence[int] = (),
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
         special_tokens: bool = False,
@@ -41,7 +42,7 @@ class ChoiceStream:
     ) -> None:
         """Creates the stream of one choice.
 
-        `stop_token_ids`: tokens that are not text if they end the answer. `min_tokens`: within this many tokens no stop string ends the
+        `text_before`: tokens of the text that the answer continues. `stop_token_ids`: tokens that are not text if they end the answer. `min_tokens`: within this many tokens no stop string ends the
         answer. `special_tokens`: special tokens are text. `stops_shown`: what ends the answer is text. `num_logprobs`: number of likeliest
         tokens beside each token of the answer; None: no log probabilities. `parser`: reads tool calls. `reasoning`: separates the reasoning from the rest. Stop strings also end an answer within its reasoning, as in vLLM.
         """
@@ -55,7 +56,8 @@ class ChoiceStream:
             token_id for reader in (parser, reasoning) if reader for token_id in reader.token_ids
         )
         decode = functools.partial(frontend.decode, special_tokens=special_tokens, kept=marker_ids)
-        self._detokenizer = IncrementalDetokenizer(decode)
+        before = text_before[-CONTEXT_TOKENS:]
+        self._detokenizer = IncrementalDetokenizer(decode, before)
         self._scanner = StopScanner(stops, shown=stops_shown)
         hidden: set[int] = set() if special_tokens and stops_shown else set(frontend.eos_token_ids)
         self._hidden_ends = frozenset(
@@ -64,7 +66,7 @@ class ChoiceStream:
         self._min_tokens = min_tokens
         self._num_logprobs = num_logprobs
         self._token_texts = TokenTexts(frontend, special_tokens=special_tokens)
-        self._text_begins = True
+        self._text_begins = not before or not decode(before)
         self._token_ids = token_ids
         self._has_begun = False
 

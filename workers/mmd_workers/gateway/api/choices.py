@@ -78,6 +78,7 @@ class Choices:
                 sequence,
                 gateway.frontend,
                 request.stops,
+                text_before=spec.token_ids if request.continues_prompt else (),
                 stop_token_ids=sampling.stop_token_ids,
                 min_tokens=sampling.min_tokens,
                 special_tokens=request.skip_special_tokens is False,

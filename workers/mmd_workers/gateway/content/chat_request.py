@@ -250,6 +250,11 @@ class GenerationRequest(Strict):
         return None
 
     @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer is the next part of the prompt's text."""
+        return False
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of likeliest tokens to report beside each token of the prompt; None: no log probabilities at all."""
         return self.prompt_logprobs
@@ -303,6 +308,11 @@ class ChatRequest(GenerationRequest):
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, Ignored("a hint: request the length in the prompt")
     ] = None
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer is the next part of the prompt's text."""
+        return bool(self.continue_final_message)
 
     @property
     def asked_tokens(self) -> int | None:

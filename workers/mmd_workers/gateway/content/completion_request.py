@@ -71,6 +71,11 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer is the next part of the prompt's text."""
+        return True
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of likeliest tokens to report beside each token of the prompt; None: no log probabilities at all."""
         counts = (self.prompt_logprobs, self.logprobs if self.echo else None)

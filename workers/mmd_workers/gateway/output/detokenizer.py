@@ -8,6 +8,8 @@ REPLACEMENT = "\ufffd"
 # An unfinished UTF-8 sequence has at most three bytes, which a decoder shows as one to three replacement characters.
 MAX_UNFINISHED = 3
 BROKEN_AFTER_TOKENS = 8
+CONTEXT_TOKENS = 8
+"""Tokens of a text before the sequence that decide how its first piece decodes: those of a word and of an unfinished character."""
 WINDOW_TOKENS = 12
 
 
@@ -19,12 +21,14 @@ class IncrementalDetokenizer:
     character, and are held back until the next ids decide.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        """`before`: the last ids of the text that the sequence continues, to which the first piece joins; at most `CONTEXT_TOKENS`."""
         self._decode = decode
-        self._window: list[int] = []
-        self._emitted = 0  # characters of decode(window) that have been returned
+        self._window = list(before)
+        # Characters of decode(window) that have been returned, or are a part of the text before.
+        self._emitted = len(decode(self._window).rstrip(REPLACEMENT)) if self._window else 0
         self._piece_start = 0  # start of the newest clean piece in the window
-        self._clean_end = 0  # end of the newest clean piece in the window
+        self._clean_end = len(self._window)  # end of the newest clean piece in the window
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids, and return the text that became certain; it may be empty."""
