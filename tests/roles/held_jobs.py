@@ -49,7 +49,7 @@ class Deployment:
     def __init__(self, connect: Connect, server: NatsServer) -> None:
         self._connect, self._server = connect, server
         self.alive = {"prefill-0": "i1"}
-        self.silent_seconds = 0.0  # of pods that are not alive
+        self.silent_seconds = 0.0  # how long pods that are not alive have been silent
         self.begun: Counter[str] = Counter()  # runs by job id
         self.redelivered: Counter[str] = Counter()
         self.attempts: dict[str, int] = {}  # the latest that the receiver counted, by job id

@@ -416,7 +416,7 @@ def pod_of(body: Body) -> PodView:
     terminated: Body = next((t for s in states if (t := _last_end(s))), {})
     began, ended_at = unix_seconds(terminated.get("startedAt")), unix_seconds(terminated.get("finishedAt"))
     has_run = bool(running_since or terminated)
-    finished = status.get("phase") in ("Succeeded", "Failed")  # the garbage collector leaves such pods Ready
+    finished = status.get("phase") in ("Succeeded", "Failed")  # such a pod may still say that it is Ready
     if ended_at is not None and ended_at < ready_changed_at - LEFT_READY_SECONDS:
         terminated = {}  # it has been Ready since
     restarts = max((s.get("restartCount", 0) for s in states), default=0)
