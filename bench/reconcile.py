@@ -2,8 +2,8 @@
 
     python -m bench.reconcile [--sizes 1 50 300] [--quiet-seconds 60]
 
-Creates the deployments, waits until each has all its objects and a status, then changes one, then leaves all alone. Calls are counted
-at a proxy before the API server, watches apart. No controllers run: pods are nobody's business here.
+Creates the deployments, waits until each has all its objects and a status, then changes one, then leaves all alone, then kills the operator
+and starts another. Calls are counted at a proxy before the API server, watches apart. No controllers run: pods are nobody's business here.
 """
 
 from __future__ import annotations
@@ -104,6 +104,17 @@ def measure(
         before, cpu = calls(door), sum(process.cpu_times()[:2])
         time.sleep(quiet_seconds)  # what is measured is that nothing happens
         quiet = calls(door) - before
+        memory = process.memory_info().rss
+
+        operator.kill()
+        before = calls(door)
+        operator = OperatorProcess(door.kubeconfig, namespace.name, folder)
+        operator.start()
+        process = psutil.Process(operator.process.pid)
+        eventually(lambda: leads(operator), 60)
+        begun = time.perf_counter()
+        eventually(lambda: written(door, before, operator), DEADLINE_SECONDS)
+        first_write_cpu, first_write_seconds = sum(process.cpu_times()[:2]), time.perf_counter() - begun
         return {
             "deployments": count,
             "objects": len(namespace.objects()),
@@ -115,7 +126,9 @@ def measure(
             "quiet_seconds": quiet_seconds,
             "quiet_calls": dict(quiet),
             "quiet_cpu_fraction": (sum(process.cpu_times()[:2]) - cpu) / quiet_seconds,
-            "memory_mebibytes": process.memory_info().rss / 2**20,
+            "memory_mebibytes": memory / 2**20,
+            "restart_cpu_seconds": first_write_cpu,
+            "restart_seconds": first_write_seconds,
         }
     finally:
         operator.kill()
@@ -123,7 +136,13 @@ def measure(
 
 
 def leads(operator: OperatorProcess) -> None:
-    assert " leads" in operator.log_text()
+    assert " is the leader" in operator.log_text()
+
+
+def written(door: UnrulyServer, before: Counter[str], operator: OperatorProcess) -> None:
+    if operator.wait(0) is not None:
+        raise RuntimeError(f"the operator ended:\n{operator.log_text()[-2000:]}")
+    assert (calls(door) - before)["write"]
 
 
 def sized(namespace: Namespace, replicas: int) -> None:
@@ -161,6 +180,8 @@ def main() -> None:
         "calls a minute at rest",
         "CPU at rest",
         "memory",
+        "first write after a restart",
+        "its CPU",
     ):
         table.add_column(column, justify="right")
     for row in rows:
@@ -174,8 +195,10 @@ def main() -> None:
             f"{at_rest * 60 / row['quiet_seconds']:.0f}",
             f"{row['quiet_cpu_fraction']:.1%}",
             f"{row['memory_mebibytes']:.0f} MiB",
+            f"{row['restart_seconds']:.1f} s",
+            f"{row['restart_cpu_seconds']:.1f} s",
         )
-    Console(width=140).print(table)
+    Console(width=160).print(table)
     print(path)
 
 

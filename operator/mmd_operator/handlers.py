@@ -61,7 +61,8 @@ class Loops:
         pauses: Pauses,
     ) -> None:
         self._cluster, self._metrics, self._pauses = cluster, metrics, pauses
-        self.watches = NamespaceWatches(namespaces, pauses, self.relisted)
+        self.watches = NamespaceWatches(namespaces, pauses, self.relisted, self._seen)
+        self._without_loop: dict[Key, float] = {}  # monotonic seconds when each deployment was seen first
         self._namespaces = namespaces
         self._report_fetcher = ReportFetcher()
         self._events = EventRecorder(cluster, metrics, pauses)
@@ -143,10 +144,19 @@ class Loops:
         """Sweep soon after a watch restarted: objects may have been deleted while it was interrupted."""
         self._sweep.soon()
 
+    def _seen(self, resource: Any, event: Mapping[str, Any]) -> None:
+        """Note a deployment when it is listed: its handler is called once all objects of all kinds have been."""
+        if (resource.group, resource.plural) == (DEPLOYMENTS.group, DEPLOYMENTS.plural):
+            metadata = event["object"]["metadata"]
+            key = (metadata["namespace"], metadata["name"])
+            if event["type"] in (None, "ADDED") and key not in self._running:
+                self._without_loop.setdefault(key, time.monotonic())
+
     def show(self, body: dict[str, Any], gone: bool, children: Index, pods: Index) -> None:
         """Handle a new, changed or deleted deployment."""
         self._children, self._pods = children, pods
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        self._without_loop.pop(key, None)
         running = self._running.get(key)
         if gone:
             # A deletion may be handled after the creation of the next deployment of this name.
@@ -195,9 +205,13 @@ class Loops:
 
     @property
     def oldest_pass_seconds(self) -> float:
-        """Seconds since the last pass, successful or not, of the longest-waiting deployment; 0 without deployments."""
+        """Seconds since the last pass, successful or not, of the longest-waiting deployment; 0 without deployments.
+
+        Before its first pass, seconds since this process saw the deployment.
+        """
         now = time.monotonic()
-        return max((now - reconciler.last_pass for reconciler, _ in self._running.values()), default=0.0)
+        passes = (reconciler.last_pass for reconciler, _ in self._running.values())
+        return max((now - since for since in (*passes, *self._without_loop.values())), default=0.0)
 
     def trouble(self) -> str | None:
         """A problem of the loops themselves, or None; only a restart fixes it. A failed pass does not count: it is retried."""

@@ -26,6 +26,7 @@ from mmd_operator.kube.cluster import (
     Cluster,
     RefusedError,
 )
+from mmd_operator.kube.kopf_toggles import calm_toggles
 from mmd_operator.kube.leadership import DEFAULT_LEASE_NAME, Leadership, NotLeaderError
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION, Pauses
@@ -124,7 +125,7 @@ async def serve(options: Options) -> None:
                 for kind in INSTALLED_BY_USERS
             ]
             try:
-                with loops.watches.in_force():
+                with loops.watches.in_force(), calm_toggles():
                     await kopf.operator(
                         registry=registry_for(loops),
                         settings=settings(),

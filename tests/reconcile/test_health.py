@@ -10,10 +10,12 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from kopf._cogs.clients import watching
 
 from mmd_cli.local.pods import free_port
 from mmd_operator.handlers import Loops
 from mmd_operator.health import health_endpoint
+from mmd_operator.kube.cluster import DEPLOYMENTS, PODS
 from mmd_operator.kube.leadership import Leadership
 from mmd_operator.kube.metrics import OperatorMetrics
 from mmd_operator.kube.pauses import PRODUCTION
@@ -107,4 +109,24 @@ async def test_a_deployments_loop_survives_the_late_deletion_of_its_predecessor(
     assert list(loops._running) == [("default", "demo")]
     show("second", gone=True)
     assert not loops._running
+    await loops.stop()
+
+
+async def test_a_deployment_that_waits_for_the_first_lists_counts_as_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = {"metadata": {"namespace": "team", "name": "demo", "uid": "u", "resourceVersion": "1"}}
+
+    async def stream(**_: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"type": None, "object": body}
+
+    monkeypatch.setattr(watching, "infinite_watch", stream)
+    loops = Operator().loops
+    with loops.watches.in_force():
+        async for _ in watching.infinite_watch(resource=PODS, namespace="team"):
+            assert loops.oldest_pass_seconds == 0
+        async for _ in watching.infinite_watch(resource=DEPLOYMENTS, namespace="team"):
+            assert loops.oldest_pass_seconds > 0
+    loops.show(body, gone=True, children=cast(Any, {}), pods=cast(Any, {}))
+    assert loops.oldest_pass_seconds == 0
     await loops.stop()

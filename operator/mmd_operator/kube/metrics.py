@@ -94,7 +94,7 @@ class OperatorMetrics(MetricTable):
     )
     oldest_pass = gauge(
         "mmd_operator_oldest_pass_seconds",
-        "Time since the last pass, successful or not, of the deployment that has waited longest; 0 without deployments",
+        "Time since the last pass, successful or not, of the deployment that has waited longest, or since the operator saw it; 0 without deployments",
         moved_by="deployment",
     )
     _unread = family(

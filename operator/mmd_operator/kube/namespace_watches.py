@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +26,19 @@ _LISTED = watching.Bookmark.LISTED
 class NamespaceWatches:
     """The watches of an operator that serves some namespaces. One that serves all of them has no namespace to set apart.
 
-    `on_readable` is called when a refused namespace is watched again: objects may have been deleted meanwhile.
+    `on_readable` is called when a refused namespace is watched again: objects may have been deleted meanwhile. `on_event` is called with
+    each event of a watch as it arrives, long before its handler where many objects are listed.
     """
 
-    def __init__(self, namespaces: tuple[str, ...], pauses: Pauses, on_readable: Callable[[], None]) -> None:
-        self._namespaces, self._pauses, self._on_readable = namespaces, pauses, on_readable
+    def __init__(
+        self,
+        namespaces: tuple[str, ...],
+        pauses: Pauses,
+        on_readable: Callable[[], None],
+        on_event: Callable[[Any, Mapping[str, Any]], None],
+    ) -> None:
+        self._namespaces, self._pauses = namespaces, pauses
+        self._on_readable, self._on_event = on_readable, on_event
         self._refused: dict[
             str, dict[Any, float]
         ] = {}  # monotonic seconds of the first refusal, by namespace and kind
@@ -73,6 +81,8 @@ class NamespaceWatches:
                     async for event in original(resource=resource, namespace=namespace, **options):
                         if event is _LISTED and namespace is not None:
                             self._listed(namespace, resource)
+                        if not isinstance(event, watching.Bookmark):
+                            self._on_event(resource, event)
                         yield event
                     return
                 except errors.APIForbiddenError as error:
