@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from support.oracles.tokens import with_template
@@ -57,6 +58,63 @@ async def test_tool_calls_and_their_results_are_rendered_by_the_template(launch:
         '\n<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>\n'
         "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+PARALLEL = [ASKED, calls(call(call_id="paris"), call(call_id="rome"))]
+RAIN, SUN = result("rain", "paris"), result("sun", "rome")
+
+
+async def test_results_of_parallel_calls_are_rendered_in_the_order_of_their_calls(launch: Launch) -> None:
+    """The order is all that links them in this template, as in most; clients send results as their tools end."""
+    gateway = await launch()
+    await gateway.worker()
+    in_order = await prompt(gateway, [*PARALLEL, RAIN, SUN])
+    assert in_order.index("rain") < in_order.index("sun")
+    assert await prompt(gateway, [*PARALLEL, SUN, RAIN]) == in_order
+
+
+async def test_an_id_that_is_used_again_means_the_latest_call(launch: Launch) -> None:
+    """Some servers begin their ids anew in each message."""
+    gateway = await launch()
+    await gateway.worker()
+    before = [ASKED, calls(call(call_id="rome"), call(call_id="paris")), SUN, RAIN]
+    in_order = await prompt(gateway, [*before, *PARALLEL, RAIN, SUN])
+    assert await prompt(gateway, [*before, *PARALLEL, SUN, RAIN]) == in_order
+    assert in_order.index("sun") < in_order.index("rain") < in_order.rindex("rain") < in_order.rindex("sun")
+
+
+async def test_other_apis_results_are_in_the_order_of_their_calls_too(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker()
+    in_order = await prompt(gateway, [*PARALLEL, RAIN, SUN])
+    made, outputs = ("paris", "rome"), {"rome": "sun", "paris": "rain"}
+    arguments = {"a": 1, "b": "two"}
+    used = [{"type": "tool_use", "id": i, "name": "add", "input": arguments} for i in made]
+    given = [{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in outputs.items()]
+    turns = [ASKED, {"role": "assistant", "content": used}, {"role": "user", "content": given}]
+    text = json.dumps(arguments)
+    items = [
+        ASKED,
+        *({"type": "function_call", "call_id": i, "name": "add", "arguments": text} for i in made),
+        *({"type": "function_call_output", "call_id": i, "output": each} for i, each in outputs.items()),
+    ]
+    for path, body in (
+        ("/v1/messages", {"max_tokens": 8, "messages": turns}),
+        ("/v1/responses", {"input": items}),
+    ):
+        response = await gateway.http.post(path, json={"model": MODEL, **body})
+        assert response.status_code == 200, response.text
+        assert gateway.tokenizer.decode(gateway.workers[0].requests[-1].token_ids) == in_order
+
+
+async def test_a_result_without_a_call_is_refused_by_its_own_field(launch: Launch) -> None:
+    gateway = await launch()
+    await gateway.worker()
+    with pytest.raises(
+        openai.BadRequestError, match=r"messages\[3\].tool_call_id: no tool call before"
+    ) as refused:
+        await prompt(gateway, [ASKED, calls(call()), result(), result("4", "other")])
+    assert refused.value.param == "messages[3].tool_call_id"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
+from itertools import count, groupby
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -287,7 +288,8 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     """The frontend's messages, and the media in order of use.
 
     A message has a role, content as parts of type text, image, video and audio, `reasoning_content`, and the fields of tool calls, in the form
-    of Hugging Face's chat templates. A call's arguments are an object, or a string if a model has written invalid JSON.
+    of Hugging Face's chat templates. A call's arguments are an object, or a string if a model has written invalid JSON. Results that follow
+    one another are in the order of their calls: most templates write no ids, and clients send results as their tools end.
 
     Raises:
         ApiError: the arguments of a tool call are not an object, or a result belongs to no call.
@@ -296,7 +298,7 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     turns: list[dict[str, Any]] = []
     media: list[MediaSource] = []
     call_ids: set[str] = set()
-    for m, message in enumerate(messages):
+    for m, message in _with_results_in_order(messages):
         role = "system" if message.role == "developer" else message.role
         turn: dict[str, Any] = {"role": role, "content": _content(message, f"messages[{m}]", media)}
         if isinstance(message, AnswerMessage) and message.tool_calls:
@@ -319,6 +321,21 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
                 turn["name"] = message.name
         turns.append(turn)
     return turns, media
+
+
+def _with_results_in_order(messages: Sequence[Message]) -> Iterator[tuple[int, Message]]:
+    """Yield each message with its index; results that follow one another in the order of their calls, the latest of an id."""
+    places: dict[str, int] = {}
+    number = count()
+    for is_result, run in groupby(enumerate(messages), lambda each: isinstance(each[1], ToolMessage)):
+        if is_result:
+            results = cast("Iterator[tuple[int, ToolMessage]]", run)
+            yield from sorted(results, key=lambda each: places.get(each[1].tool_call_id, -1))
+            continue
+        for m, message in run:
+            yield m, message
+            if isinstance(message, AnswerMessage):
+                places.update((call.id, next(number)) for call in message.tool_calls or ())
 
 
 def _content(message: Message, where: str, media: list[MediaSource]) -> list[dict[str, Any]]:
