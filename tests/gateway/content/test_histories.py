@@ -209,6 +209,28 @@ async def test_the_template_of_a_text_model_gets_ids_and_names(
     assert request.token_ids == tokenizer(expected, add_special_tokens=False).input_ids
 
 
+async def test_ids_that_another_server_made_are_replaced_where_a_template_takes_its_own_alone(
+    launch: Launch, text_model: Path, tmp_path: Path
+) -> None:
+    folder = with_template(text_model, tmp_path / "tools", TOOLS)
+    gateway = await launch(model={"id": str(folder), "servedName": ["text"]})
+
+    async def text(*ids: str) -> str:
+        results = [result(str(number), call_id, name="add") for number, call_id in enumerate(ids)]
+        messages = [ASKED, calls(*(call(call_id=call_id) for call_id in ids)), *results]
+        answer = await gateway.http.post("/tokenize", json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+        decoded = await gateway.http.post("/detokenize", json={"tokens": answer.json()["tokens"]})
+        return str(decoded.json()["prompt"])
+
+    whole = await text("call12345", "call_1", "toolu_01A-b")
+    kept, *made = re.findall(r" of add ([A-Za-z0-9]{9})(?=\[|$)", whole)
+    assert kept == "call12345"
+    assert len({kept, *made}) == 3
+    assert [whole.count(call_id) for call_id in (kept, *made)] == [2, 2, 2]
+    assert await text("call_1", "toolu_01A-b") == await text(*made)
+
+
 async def test_parts_are_lines_where_the_template_takes_a_text(
     launch: Launch, text_model: Path, tmp_path: Path
 ) -> None:
@@ -315,15 +337,16 @@ async def test_a_result_may_be_empty(launch: Launch) -> None:
 async def test_a_history_that_the_template_refuses_names_its_reason(
     launch: Launch, text_model: Path, tmp_path: Path
 ) -> None:
-    folder = with_template(text_model, tmp_path / "tools", TOOLS)
+    refusing = "{% for m in messages[1:] %}{% if m.role == messages[loop.index0].role %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    folder = with_template(text_model, tmp_path / "tools", refusing + TOOLS)
     gateway = await launch(model={"id": str(folder), "servedName": ["text"]})
     worker = await gateway.worker([5])
-    body = {"model": "text", "messages": [ASKED, calls(call(call_id="short")), result(call_id="short")]}
+    body = {"model": "text", "messages": [ASKED, ASKED]}
     response = await gateway.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "messages"
-    assert "IDs should be 9 characters long; change their roles" in error["message"]
+    assert "roles must alternate; change their roles" in error["message"]
     assert worker.requests == []
 
 

@@ -116,10 +116,12 @@ def spelling_of(rendered: str, before: str, tokens: dict[str, int]) -> Spelling 
     return None
 
 
-def probed_call() -> list[dict[str, object]]:
-    """A conversation with a call and its result, in the shape of Hugging Face's chat templates."""
+def probed_call(call_id: str = "mmdprobed") -> list[dict[str, object]]:
+    """A conversation with a call and its result, in the shape of Hugging Face's chat templates.
+
+    `call_id`: nine letters and digits, as templates of Mistral require.
+    """
     name, key, value, result = _PROBED
-    call_id = "mmdprobed"  # letters and digits, as templates of Mistral require
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": {key: value}}}
     return [
         {"role": "user", "content": [{"type": "text", "text": "call the tool"}]},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -22,6 +24,7 @@ SHOWN_BELOW = "[shown in the next message]"
 """What the model reads in the result of a tool in place of a medium that its template does not render there."""
 _LOOKS = {"role": "assistant", "content": [{"type": "text", "text": "I look at it."}]}
 _PROBED = ("mmd_probed_beginning", "mmd_probed_end")
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _WRITTEN = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
 """Fields of a message with text by the user."""
 
@@ -59,13 +62,15 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation to text, with one marker for each medium.
 
-        A medium in the result of a tool belongs to the user's message after it, unless the template renders it in the result.
-        `begins_answer`: the text ends with the beginning of an answer.
+        A medium in the result of a tool belongs to the user's message after it, unless the template renders it in the result. Where the
+        template takes only ids of calls as its model's tokenizer makes them, others are replaced. `begins_answer`: the text ends with the beginning of an answer.
 
         Raises:
             UnsupportedInputError: the template refuses it, as many refuse roles that do not alternate.
         """
         rendered = partial(self._rendered, tools=tools, variables=variables, begins_answer=begins_answer)
+        if any("tool_calls" in message for message in messages) and not self._takes_any_id:
+            messages = [_with_short_ids(message) for message in messages]
         if not any(message["role"] == "tool" and _has_media(message) for message in messages):
             return rendered(messages)
         kept = self._rendered_in_results
@@ -124,6 +129,19 @@ class ChatTemplate:
             raise UnsupportedInputError(
                 f"messages: this model's chat template cannot render them: {str(error)[:300]}; change their roles, order or content"
             ) from error
+
+    @functools.cached_property
+    def _takes_any_id(self) -> bool:
+        """False if the template refuses ids of calls but those of nine letters and digits, as templates of Mistral do."""
+        try:
+            self._rendered(call_forms.probed_call(), [call_forms.probed_tool()])
+        except UnsupportedInputError:
+            return True  # it refuses something else
+        try:
+            self._rendered(call_forms.probed_call("call_mmd-probed"), [call_forms.probed_tool()])
+        except UnsupportedInputError:
+            return False
+        return True
 
     @functools.cached_property
     def _rendered_in_results(self) -> frozenset[str]:
@@ -228,6 +246,21 @@ def _with_media_after_results(
             moved = []
         placed.append(message)
     return [*placed, *between, {"role": "user", "content": moved}] if moved else placed
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls and results have ids of nine letters and digits, the same for the same id."""
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": [{**call, "id": _short_id(call["id"])} for call in calls]}
+    if "tool_call_id" in message:
+        message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    return message
+
+
+def _short_id(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _has_media(message: dict[str, Any]) -> bool:
