@@ -146,10 +146,11 @@ class Loops:
 
     def _seen(self, resource: Any, event: Mapping[str, Any]) -> None:
         """Note a deployment when it is listed: its handler is called once all objects of all kinds have been."""
-        if (resource.group, resource.plural) == (DEPLOYMENTS.group, DEPLOYMENTS.plural):
+        is_deployment = (resource.group, resource.plural) == (DEPLOYMENTS.group, DEPLOYMENTS.plural)
+        if is_deployment and event["type"] in (None, "ADDED"):  # others may be of no object
             metadata = event["object"]["metadata"]
             key = (metadata["namespace"], metadata["name"])
-            if event["type"] in (None, "ADDED") and key not in self._running:
+            if key not in self._running:
                 self._without_loop.setdefault(key, time.monotonic())
 
     def show(self, body: dict[str, Any], gone: bool, children: Index, pods: Index) -> None:
