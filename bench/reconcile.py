@@ -104,6 +104,7 @@ def measure(
         before, cpu = calls(door), sum(process.cpu_times()[:2])
         time.sleep(quiet_seconds)  # what is measured is that nothing happens
         quiet = calls(door) - before
+        quiet_cpu = sum(process.cpu_times()[:2]) - cpu
         memory = process.memory_info().rss
 
         operator.kill()
@@ -125,7 +126,7 @@ def measure(
             "change_calls": dict(changed),
             "quiet_seconds": quiet_seconds,
             "quiet_calls": dict(quiet),
-            "quiet_cpu_fraction": (sum(process.cpu_times()[:2]) - cpu) / quiet_seconds,
+            "quiet_cpu_fraction": quiet_cpu / quiet_seconds,
             "memory_mebibytes": memory / 2**20,
             "restart_cpu_seconds": first_write_cpu,
             "restart_seconds": first_write_seconds,

