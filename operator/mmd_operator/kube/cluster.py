@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -22,6 +21,7 @@ from mmd_api.contract.annotations import DRAIN_ANNOTATION
 from mmd_api.pool_resource import POOL_KIND, POOL_PLURAL
 from mmd_api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from mmd_operator.kube.metrics import OperatorMetrics
+from mmd_operator.kube.pass_places import PassPlaces
 from mmd_operator.observed.observed import FIELD_MANAGER, SCALER_FIELD_MANAGER, unix_seconds
 from mmd_operator.observed.problems import WEBHOOK_FAILED
 from mmd_operator.resources.exposure import (
@@ -38,8 +38,9 @@ from mmd_operator.resources.workload_kinds import LWS_GROUP, LWS_PLURAL, LWS_VER
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0
-PASSES_AT_ONCE = 8
-"""Concurrent passes over all deployments: enough to keep the API server busy, few enough to renew the lease while hundreds of them start."""
+PASSES_AT_ONCE = 16
+"""Concurrent passes over all deployments, of which one namespace has half: enough to keep the API server busy, few enough to renew the lease
+while hundreds of them start."""
 APPLY_PATCH = "application/apply-patch+yaml"
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
@@ -164,7 +165,7 @@ class Cluster:
     def __init__(self, api: ApiClient, metrics: OperatorMetrics) -> None:
         self._dynamic = DynamicClient(api)
         self._metrics = metrics
-        self.passes = asyncio.Semaphore(PASSES_AT_ONCE)
+        self.passes = PassPlaces(PASSES_AT_ONCE)
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         """Return an object, or None if it does not exist.

@@ -153,7 +153,7 @@ class Reconciler:
         while (body := self.body) is not None:
             self.wake.clear()
             try:
-                async with self.cluster.passes:
+                async with self.cluster.passes.of(self.namespace):
                     with self._metrics.pass_seconds.time():
                         delay = await self._bounded_pass(body)
                 self._passed("reconcile", None)
