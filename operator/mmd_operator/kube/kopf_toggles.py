@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kopf._cogs.aiokits import aiotoggles
 
@@ -43,9 +44,10 @@ class CalmToggleSet(aiotoggles.ToggleSet):
 @contextmanager
 def calm_toggles() -> Iterator[None]:
     """Let kopf make its sets of toggles of this kind."""
-    original = aiotoggles.ToggleSet
-    aiotoggles.ToggleSet = CalmToggleSet
+    module: Any = aiotoggles
+    original = module.ToggleSet
+    module.ToggleSet = CalmToggleSet
     try:
         yield
     finally:
-        aiotoggles.ToggleSet = original
+        module.ToggleSet = original
