@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from mmd_api.contract.errors import MmdError
 from mmd_workers.gateway.answers.block_shape import named_event
 from mmd_workers.gateway.basics.api_errors import ApiError, ErrorShape
 
@@ -90,3 +91,8 @@ class MessagesErrors(ErrorShape):
 def errors_at(path: str) -> ErrorShape:
     """The form of errors on a path, whether the path is served or not."""
     return MessagesErrors() if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else ErrorShape()
+
+
+def error_body(path: str, error: MmdError) -> dict[str, Any]:
+    """The JSON of an error that is answered before the request has an id."""
+    return errors_at(path).body(ApiError(error), "")
