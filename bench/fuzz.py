@@ -4,7 +4,7 @@ nothing may be held for any.
     python -m bench.fuzz [--requests 20000] [--seed 1]
 
 The report has the statuses and codes of all answers, the fields that no request had, and the memory of each process before and after.
-It exits 1 if no request had a field of the document, nested ones included, or if one had a status of a defect, no answer, one in no known shape, or a repeat that differs, if a pod ended or logged an exception, if a
+It exits 1 if no request had a field of the document, nested ones included, or if one had a status of a defect, no answer, one that is not as the document has it, or a repeat that differs, if a pod ended or logged an exception, if a
 process has grown by more than `GROWN_MEBIBYTES`, or if a pod still holds blocks, sequences or media at the end.
 """
 
@@ -20,6 +20,7 @@ import psutil
 from rich.console import Console
 
 from bench.report import keep
+from support.serving.asking import HANG_SECONDS
 from support.serving.fuzzing import fuzz, fuzzed_deployment
 from support.serving.held import assert_nothing_held
 from support.serving.local_deployment import Deployment
@@ -38,9 +39,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, fuzzed_deployment(Path(folder)) as deployment:
         pids = _pids(deployment)
-        first = fuzz(deployment, min(FIRST_REQUESTS, options.requests), options.seed + 1)
-        before, begun = _mebibytes(pids), time.monotonic()
-        report = fuzz(deployment, options.requests, options.seed)
+        with deployment.http(HANG_SECONDS) as client:
+            first = fuzz(client, min(FIRST_REQUESTS, options.requests), options.seed + 1)
+            before, begun = _mebibytes(pids), time.monotonic()
+            report = fuzz(client, options.requests, options.seed)
         seconds = time.monotonic() - begun
         failures = [*first.failures, *report.failures]
         running = _pids(deployment)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mmd_workers.gateway.api.messages import messages_request
-from mmd_workers.gateway.api.openapi import OPERATIONS
+from mmd_workers.gateway.api.operations import OPERATIONS
 from mmd_workers.gateway.api.responses import responses_request
 from mmd_workers.gateway.basics.strict import Explained, Ignored, NotServed, Strict
 from mmd_workers.gateway.content import chat_request

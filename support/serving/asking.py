@@ -93,8 +93,12 @@ def _judge(asked: Asked, response: httpx.Response, body: bytes) -> tuple[str, st
     try:
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             return "", _wrong_stream(body)
+        if status < 400 and not response.headers.get("content-type", "").startswith("application/json"):
+            return "", ""
+        if asked.method in ("HEAD", "OPTIONS"):  # the first has no body, the second is not judged
+            return "", ""
         value = json.loads(body)
-        if status < 400:
+        if status < 400 or value.keys() == {"ready", "reason", "ready_pods"}:
             return "", ""
         error = value["error"]
         code = str(error.get("code", error["type"]))

@@ -1,6 +1,6 @@
-"""Sends random requests to two gateways that need API keys, side by side, and reports what must never happen.
+"""Sends random requests to gateways that need API keys, side by side, and reports what must never happen.
 
-Requests are made from the OpenAPI document that the gateways serve. Bodies come from schemathesis: valid
+Requests are made from the OpenAPI document that the gateways serve, and every answer is compared with it. Bodies come from schemathesis: valid
 ones, and ones that break their schema. Some are changed further, sent broken, or left by their client; some
 are sent again (`repeating`). Some come from a tenant at its limits, or without a valid key. Fields that
 chance leaves out are sent on purpose. Generated work is bounded, so that a run asks many questions instead of
@@ -9,9 +9,11 @@ few long ones.
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -21,8 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
+import httpx
 import schemathesis
 import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -31,7 +34,8 @@ from schemathesis.core import NOT_SET
 
 from mmd_api.tenants import hash_of
 from mmd_cli.local.pods import LocalSecrets
-from support.serving.asking import HANG_SECONDS, TIMEOUT, Asked, ask
+from support.serving.asking import TIMEOUT, Answer, Asked, ask
+from support.serving.documented import Documented
 from support.serving.fields import Fields, fields_of, names_in, takes_json
 from support.serving.local_deployment import ROOT, Deployment
 from support.serving.repeating import Repeat
@@ -43,6 +47,9 @@ MOST_TOKENS = 12
 # Different valid bodies of one operation, and as many invalid ones; further requests repeat them with changes.
 MOST_DIFFERENT = 400
 CHANGED_SHARE = 0.25  # share of the other requests whose body is changed
+TIMEOUTS = ("", "-1", "0", "1e9", "nan", "0.001", "9" * 30)
+QUERY_JUNK = ("", "0", "-1", "10001", "9" * 30, "x", "é", "\x00")
+FILES = 3  # uploaded before the first request; their bytes are a picture
 KEYS = 40  # idempotency keys that requests share
 REPEATED_SHARE = 0.1  # share of the requests for tokens that have their own key and are sent again
 STREAMED_SHARE = 0.7  # share of the repeated requests
@@ -66,6 +73,10 @@ TENANTS = [
     },
 ]
 TAKEN = ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY})
+FOREIGN_ORIGIN = (
+    "https://elsewhere.example"  # a page of it may send nothing to a server on a loopback address
+)
+FOREIGN_SHARE = 0.02
 LIMITED_SHARE, REFUSED_SHARE = 0.08, 0.05
 REFUSED: tuple[dict[str, str], ...] = (
     {}, {"authorization": "Bearer"}, {"authorization": f"Bearer {KEY[:-1]}"}, {"authorization": f"Bearer {KEY.upper()}"}, {"authorization": f"Basic {KEY}"},
@@ -136,15 +147,22 @@ def fuzzed_deployment(folder: Path) -> Iterator[Deployment]:
         yield deployment
 
 
-def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
+def fuzz(client: httpx.Client, count: int, seed_number: int, different: int = MOST_DIFFERENT) -> Report:
     """Send `count` requests, and further ones with the fields that these have left out.
 
-    The same seed gives the same requests.
+    The same seed gives the same requests. `different`: bodies that are made for each operation at most.
     """
     report, lock = Report(), threading.Lock()
-    with deployment.http(HANG_SECONDS) as client, ThreadPoolExecutor(CLIENTS) as threads:
+    with ThreadPoolExecutor(CLIENTS) as threads:
         document = client.get("/openapi.json", headers=TAKEN[0]).raise_for_status().json()
+        documented = Documented(document)
         free = threading.Semaphore(2 * CLIENTS)
+
+        def wrong(asked: Asked, reply: Answer) -> str:
+            if reply.wrong or not reply.status:
+                return reply.wrong
+            kind = reply.headers.get("content-type", "")
+            return documented.wrong(asked.method, asked.path, reply.status, kind, reply.body)
 
         def answer(sent: Asked | Repeat) -> None:
             try:
@@ -152,6 +170,7 @@ def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
                 answers = sent.send(client) if isinstance(sent, Repeat) else [ask(client, sent)]
                 seconds = (time.monotonic() - start) / len(answers)
                 asked = sent.asked if isinstance(sent, Repeat) else sent
+                faults = [fault for reply in answers if (fault := wrong(asked, reply))]
                 with lock:
                     report.requests += 1
                     report.left += bool(asked.leaves_after)
@@ -159,12 +178,16 @@ def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
                     if isinstance(sent, Repeat):
                         report.repeated[f"{sent.how}: {[reply.status for reply in answers]}"] += 1
                     for reply in answers:
-                        report.statuses[f"{asked.method} {_route(asked.path)} {reply.status}"] += 1
+                        route = documented.path(asked.path) or asked.path
+                        report.statuses[f"{asked.method} {route} {reply.status}"] += 1
                         report.codes[reply.code] += bool(reply.code)
-                        if reply.wrong:
-                            report.failures.append(
-                                f"{reply.wrong}: {asked.method} {asked.path} {asked.headers} {asked.content[:2000]!r}"
-                            )
+                    report.failures += [
+                        f"{fault}: {asked.method} {asked.path} {asked.headers} {asked.content[:2000]!r}"
+                        for fault in faults
+                    ]
+            except Exception as error:  # noqa: BLE001 - a thread would keep it to itself
+                with lock:
+                    report.failures.append(f"{type(error).__name__}: {error}: {sent}")
             finally:
                 free.release()
 
@@ -172,13 +195,26 @@ def fuzz(deployment: Deployment, count: int, seed_number: int) -> Report:
             free.acquire()
             threads.submit(answer, sent)
 
-        report.unsent = _generate(document, count, seed_number, send)
+        files = [_uploaded(client, f"picture-{number}.png") for number in range(FILES)]
+        report.unsent = _generate(document, count, seed_number, send, files, different)
     report.failures += [f"no request had {name}" for name in report.unsent]
     return report
 
 
+def _uploaded(client: httpx.Client, name: str) -> str:
+    """The id of a file that has been uploaded."""
+    form = {"files": {"file": (name, base64.b64decode(PICTURE.partition(",")[2]), "image/png")}}
+    answer = client.post("/v1/files", data={"purpose": "vision"}, headers=TAKEN[0], **form)
+    return str(answer.raise_for_status().json()["id"])
+
+
 def _generate(
-    document: dict[str, Any], count: int, seed_number: int, send: Callable[[Asked | Repeat], None]
+    document: dict[str, Any],
+    count: int,
+    seed_number: int,
+    send: Callable[[Asked | Repeat], None],
+    files: Sequence[str],
+    different: int,
 ) -> list[str]:
     """Send the requests, and return the fields that none of them had."""
     schema = schemathesis.openapi.from_dict(document)
@@ -188,17 +224,19 @@ def _generate(
         for operation in operations
         if operation.method == "post" and takes_json(document, operation.path)
     ]
-    gets = [operation for operation in operations if operation.method == "get"]
+    others = [operation for operation in operations if operation not in posts]
     shares = [(operation, mode) for operation in posts for mode in GenerationMode]
     rng = random.Random(seed_number)
-    for _ in range(gets_count := count // 50):
-        send(_get(rng, rng.choice(gets).path))
-    remaining = count - gets_count
+    for _ in range(others_count := count // 10):
+        operation = rng.choice(others)
+        parameters = document["paths"][operation.path][operation.method].get("parameters", ())
+        send(_other(rng, operation.method.upper(), operation.path, parameters, files))
+    remaining = count - others_count
     unsent: dict[str, set[str]] = {}
     for number, (operation, mode) in enumerate(shares):
         share = remaining // (len(shares) - number)
         remaining -= share
-        bodies = _bodies(operation, mode, min(share, MOST_DIFFERENT), seed_number)
+        bodies = _bodies(operation, mode, min(share, different), seed_number)
         fields = set(fields_of(document, operation.path).names())
         at_top = sorted(name for name in fields if "." not in name and "[" not in name)
         left_out = unsent.setdefault(operation.path, fields)
@@ -252,11 +290,58 @@ def _bodies(operation: Any, mode: Any, count: int, seed_number: int) -> list[Any
     return bodies
 
 
-def _get(rng: random.Random, path: str) -> Asked:
-    name = rng.choice((MODEL, "x", "../models", "é\x00", "%", "a/b/c", "?", "#", "x" * 5000))
-    return Asked(
-        "GET", path.replace("{name}", quote(name)).replace("{file_id}", quote(name)), rng.choice(TAKEN), b""
+def _other(
+    rng: random.Random, method: str, path: str, parameters: Sequence[dict[str, Any]], files: Sequence[str]
+) -> Asked:
+    """A request without a JSON body: names and queries at random, sometimes with another method."""
+    name = rng.choice((MODEL, *files, "x", "../models", "é\x00", "%", "a/b/c", "?", "#", "x" * 5000))
+    query = [
+        (one["name"], str(rng.choice((*one["schema"].get("enum", ()), 1, 10, *files, *QUERY_JUNK))))
+        for one in parameters
+        if one["in"] == "query" and rng.random() < 0.4
+    ]
+    if rng.random() < 0.1:
+        query.append((rng.choice(("x", "limit", "é")), "1"))
+    headers = dict(rng.choice(TAKEN))
+    if rng.random() < 0.1:
+        headers["x-request-timeout"] = rng.choice(TIMEOUTS)
+    content = b""
+    if method == "POST":
+        headers["content-type"], content = _form(rng)
+    elif method == "DELETE":
+        name = rng.choice((files[-1], "x", "é/x"))  # the other files stay
+    elif rng.random() < 0.1:
+        method = rng.choice(("PUT", "PATCH", "HEAD", "OPTIONS", "POST", "DELETE"))
+        name = "x"
+    target = re.sub(r"\{\w+\}", lambda _: quote(name, safe=""), path)
+    return Asked(method, f"{target}?{urlencode(query)}" if query else target, headers, content)
+
+
+def _form(rng: random.Random) -> tuple[str, bytes]:
+    """The content type and the body of an upload, sometimes broken."""
+    fields: dict[str, Any] = {"purpose": rng.choice(("vision", "user_data", "vision", "batch", "", "é"))}
+    if rng.random() < 0.4:
+        fields["expires_after[anchor]"] = rng.choice(("created_at", "created_at", "now"))
+        fields["expires_after[seconds]"] = rng.choice(("3600", "1", "0", "-1", "1.5", "9" * 30, "é"))
+    if rng.random() < 0.1:
+        fields[rng.choice(("x", "file", "purpose[]"))] = "x"
+    data = rng.choice(
+        (base64.b64decode(PICTURE.partition(",")[2]), b"", b"x", b"%PDF-1.4", rng.randbytes(5000))
     )
+    filename = rng.choice(("picture.png", "", "../../x", "é\r\n.png", "x" * 5000))
+    files = {"file": (filename, data, rng.choice(("image/png", "video/mp4", "text/html")))}
+    request = httpx.Request("POST", "http://x/", data=fields, files=files)
+    kind, body = request.headers["content-type"], request.read()
+    match rng.randrange(12):
+        case 0:
+            body = body[: rng.randrange(len(body) + 1)]
+        case 1:
+            body = rng.randbytes(rng.randrange(200))
+        case 2:
+            kind = rng.choice(
+                ("multipart/form-data", "application/json", "multipart/form-data; boundary=" + "x" * 99)
+            )
+    return kind, body
 
 
 def _body(rng: random.Random, path: str, body: Any, fields: Sequence[str]) -> Any:
@@ -287,7 +372,7 @@ def _post(rng: random.Random, path: str, body: Any) -> Asked:
         case 2:
             headers["content-type"] = rng.choice(("text/plain", "application/json; charset=utf-16", "x"))
         case 3:
-            headers["x-request-timeout"] = rng.choice(("", "-1", "0", "1e9", "nan", "0.001", "9" * 30))
+            headers["x-request-timeout"] = rng.choice(TIMEOUTS)
     if rng.random() < 0.2:
         headers["idempotency-key"] = rng.choice(("", "a b", "x" * 300, *(f"key-{n}" for n in range(KEYS))))
         if rng.random() < 0.2:
@@ -301,7 +386,9 @@ def _post(rng: random.Random, path: str, body: Any) -> Asked:
         headers["authorization"] = f"Bearer {LIMITED}"
     else:
         headers |= rng.choice(TAKEN)
-    return Asked("POST", path, headers, content, leaves_after, is_refused)
+    if rng.random() < FOREIGN_SHARE:
+        headers["origin"] = FOREIGN_ORIGIN
+    return Asked("POST", path, headers, content, leaves_after, is_refused and "origin" not in headers)
 
 
 def _repeat(rng: random.Random, path: str, body: Any, key: str) -> Repeat:
@@ -371,7 +458,3 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     for key, inner in items:
         yield value, key
         yield from _places(inner)
-
-
-def _route(path: str) -> str:
-    return "/v1/models/{name}" if path.startswith("/v1/models/") else path

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from support.serving import fuzzing
+from support.serving.asking import HANG_SECONDS
 from support.serving.fuzzing import fuzz, fuzzed_deployment
 from support.serving.held import assert_nothing_held
 from support.serving.local_deployment import Deployment
 from support.serving.repeating import HOWS
+
+REQUESTS = 20_000
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("fuzz"), pytest.mark.timeout(600)]
 
@@ -35,9 +38,10 @@ def test_random_requests_get_answers_and_leave_nothing_behind(
         fuzzing, "REPEATED_SHARE", 0.3
     )  # so that each way has its answers on a slow machine too
     before = {pod.name: deployment.pid(pod) for pod in deployment.local.pods}
-    report = fuzz(deployment, 800, 7)
+    with deployment.http(HANG_SECONDS) as client:
+        report = fuzz(client, REQUESTS, 7)
     assert report.failures == []
-    assert report.requests >= 800
+    assert report.requests >= REQUESTS
     assert {"200", "400", "401", "429"} <= {status.rpartition(" ")[2] for status in report.statuses}
     assert compared(report.repeated) == set(HOWS), report.repeated
     assert {pod.name: deployment.pid(pod) for pod in deployment.local.pods} == before

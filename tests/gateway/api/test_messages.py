@@ -731,3 +731,17 @@ async def test_errors_have_the_statuses_and_types_that_the_client_knows(launch: 
         assert response.json()["error"]["type"] == "not_found_error"
     plain = await gateway.http.post("/v1/messages", content=b"{}", headers={"content-type": "text/plain"})
     assert (plain.status_code, plain.json()["error"]["type"]) == (415, "invalid_request_error")
+
+
+async def test_a_page_of_another_site_gets_an_error_in_the_form_of_the_path(launch: Launch) -> None:
+    gateway = await launch()
+    elsewhere = {"origin": "https://elsewhere.example"}
+    for path, top in (("/v1/messages", {"type", "error", "request_id"}), ("/v1/responses", {"error"})):
+        answer = await gateway.http.post(path, json={}, headers=elsewhere)
+        assert answer.status_code == 403
+        body = answer.json()
+        assert body.keys() == top
+        assert "not for pages of 'https://elsewhere.example'" in body["error"]["message"]
+    assert (await gateway.http.post("/v1/messages", json={}, headers=elsewhere)).json()["error"]["type"] == (
+        "permission_error"
+    )

@@ -33,7 +33,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mmd_api.contract import paths
-from mmd_api.contract.errors import ForbiddenError
+from mmd_api.contract.errors import ForbiddenError, MmdError
 from mmd_workers.basics.memory import host_bytes
 from mmd_workers.observe import tls
 from mmd_workers.observe.metrics import Metrics
@@ -313,26 +313,30 @@ class _EmbeddedServer(uvicorn.Server):
         self.listening.set()
 
 
+ErrorBody = Callable[[str, MmdError], dict[str, Any]]
+"""The JSON of an error at a path."""
+
+
+def plain_error(_path: str, error: MmdError) -> dict[str, Any]:
+    """The JSON of an error at a path that no client of an API uses."""
+    return {"error": {"message": error.message, "code": error.code}}
+
+
 class _LoopbackGuard:
     """Refuses requests that web pages of other sites make a local browser send to a server for this machine alone.
 
     A page whose own name resolves to this address (DNS rebinding) sends that name as Host, any other page its site as Origin; pages of
-    `origins` may send requests.
+    `origins` may send requests. `body`: the JSON of an error at a path.
     """
 
-    def __init__(self, application: Any, origins: Collection[str]) -> None:
-        self._application, self._origins = application, origins
+    def __init__(self, application: Any, origins: Collection[str], body: ErrorBody) -> None:
+        self._application, self._origins, self._body = application, origins, body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or answer it with 403."""
         if scope["type"] == "http" and (fault := _foreign(Headers(scope=scope), self._origins)):
-            error = {
-                "message": fault,
-                "type": "invalid_request_error",
-                "param": None,
-                "code": ForbiddenError.code,
-            }
-            await JSONResponse({"error": error}, ForbiddenError.status or 403)(scope, receive, send)
+            body = self._body(scope["path"], ForbiddenError(fault))
+            await JSONResponse(body, ForbiddenError.status or 403)(scope, receive, send)
             return
         await self._application(scope, receive, send)
 
@@ -396,7 +400,8 @@ class HttpServer:
     """Serves an ASGI application inside the running event loop; the gateway's and the workers' alike.
 
     `context()`: TLS context for the connections that come now; None: there is no certificate yet, and they are closed. Omitted: plain
-    HTTP. `origins`: origins of web pages that may use the server even on a loopback address.
+    HTTP. `origins`: origins of web pages that may use the server even on a loopback address. `error_body`: the
+    JSON of errors that the server itself answers with.
     """
 
     def __init__(
@@ -408,8 +413,9 @@ class HttpServer:
         answer_seconds: Callable[[], float] = lambda: ANSWER_SECONDS,
         context: Callable[[], ssl.SSLContext | None] | None = None,
         origins: Collection[str] = (),
+        error_body: ErrorBody = plain_error,
     ) -> None:
-        guarded = _LoopbackGuard(application, origins) if is_loopback(host) else application
+        guarded = _LoopbackGuard(application, origins, error_body) if is_loopback(host) else application
         self._application = UnreadBodyMiddleware(guarded)
         self._address = (host, port)
         self._connections, self._handshakes = _Connections(max_connections), tls.Handshakes()

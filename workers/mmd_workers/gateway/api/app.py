@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,6 +34,7 @@ from mmd_workers.gateway.api.files.files_endpoint import (
 from mmd_workers.gateway.api.gateway import Gateway
 from mmd_workers.gateway.api.messages.messages_endpoint import AnthropicMessages, CountTokens
 from mmd_workers.gateway.api.responses.responses_endpoint import Responses
+from mmd_workers.gateway.api.state_answers import Alive, ModelList, Readiness, ServedModel
 from mmd_workers.gateway.api.tokenize import Detokenize, Tokenize
 from mmd_workers.gateway.basics.api_errors import ApiError
 
@@ -90,7 +93,7 @@ def _api_routes(gateway: Gateway) -> list[Route]:
 
     async def models(request: Request) -> Response:
         names = gateway.names_for(tenant_of(request.scope))
-        return JSONResponse({"object": "list", "data": [_model(gateway, name, names) for name in names]})
+        return _json(ModelList(data=[_model(gateway, name, names) for name in names]))
 
     async def model(request: Request) -> Response:
         name, tenant = request.path_params["name"], tenant_of(request.scope)
@@ -98,7 +101,7 @@ def _api_routes(gateway: Gateway) -> list[Route]:
             gateway.check_model(name, tenant)
         except ApiError as error:
             return JSONResponse(error.body(), error.status)
-        return JSONResponse(_model(gateway, name, gateway.names_for(tenant)))
+        return _json(_model(gateway, name, gateway.names_for(tenant)))
 
     async def openapi_document(_request: Request) -> Response:
         return Response(openapi.document(), media_type="application/json")
@@ -126,7 +129,7 @@ def health_routes(gateway: Gateway) -> list[Route]:
     """The routes for probes and load balancers, on both ports and without a key."""
 
     async def health(_request: Request) -> Response:
-        return JSONResponse({"status": "alive"})
+        return _json(Alive())
 
     async def takes_traffic(_request: Request) -> Response:
         """Answer readiness probes.
@@ -148,8 +151,8 @@ def health_routes(gateway: Gateway) -> list[Route]:
         return readiness(reason)
 
     def readiness(reason: str) -> Response:
-        body = {"ready": not reason, "reason": reason, "ready_pods": gateway.dispatcher.ready_pods()}
-        return JSONResponse(body, 503 if reason else 200)
+        pods = gateway.dispatcher.ready_pods()
+        return _json(Readiness(ready=not reason, reason=reason, ready_pods=pods), 503 if reason else 200)
 
     return [
         Route("/health", health),
@@ -187,18 +190,20 @@ class _FarewellMiddleware:
         await self._app(scope, receive, closing)
 
 
-def _model(gateway: Gateway, name: str, names: Sequence[str]) -> dict[str, Any]:
+def _json(answer: BaseModel, status: int = 200) -> Response:
+    return Response(to_json(answer), status, media_type="application/json")
+
+
+def _model(gateway: Gateway, name: str, names: Sequence[str]) -> ServedModel:
     """The entry of a model. An adapter has its model as `parent`, as in vLLM, if that model is among the `names` that the client sees."""
-    adapter = gateway.adapter_of(name)
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(gateway.started),
-        "owned_by": "multimodal-operator",
-        "max_model_len": gateway.model_len() or gateway.frontend.max_model_len,
-        "modalities": ["text", *sorted(gateway.frontend.modalities)],
-        **({"parent": gateway.settings.models[0]} if adapter and gateway.settings.models[0] in names else {}),
-    }
+    adapter, model = gateway.adapter_of(name), gateway.settings.models[0]
+    return ServedModel(
+        id=name,
+        created=int(gateway.started),
+        max_model_len=gateway.model_len() or gateway.frontend.max_model_len,
+        modalities=["text", *sorted(gateway.frontend.modalities)],
+        parent=model if adapter and model in names else None,
+    )
 
 
 def _cut_off(gateway: Gateway) -> str:

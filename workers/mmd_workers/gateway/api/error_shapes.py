@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, Field
+
+from mmd_api.contract.errors import MmdError
 from mmd_workers.gateway.answers.block_shape import named_event
 from mmd_workers.gateway.basics.api_errors import ApiError, ErrorShape
 
@@ -21,6 +24,48 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+class ErrorFault(BaseModel):
+    """What is wrong, and what to do. `param`: the field at fault. `retry_after_seconds`: only if a retry may help."""
+
+    message: str
+    type: Literal["invalid_request_error", "not_found_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str
+    retry_after_seconds: int | None = Field(None, exclude_if=lambda seconds: seconds is None)
+
+
+class Error(BaseModel):
+    """An error, in the form of OpenAI's API."""
+
+    error: ErrorFault
+
+
+class MessagesFault(BaseModel):
+    """What is wrong, and what to do. `retry_after_seconds`: only if a retry may help."""
+
+    type: Literal[
+        "api_error",
+        "authentication_error",
+        "invalid_request_error",
+        "not_found_error",
+        "overloaded_error",
+        "permission_error",
+        "rate_limit_error",
+        "request_too_large",
+        "timeout_error",
+    ]
+    message: str
+    retry_after_seconds: int | None = Field(None, exclude_if=lambda seconds: seconds is None)
+
+
+class MessagesError(BaseModel):
+    """An error, in the form of Anthropic's API."""
+
+    type: Literal["error"]
+    error: MessagesFault
+    request_id: str | None
 
 
 class MessagesErrors(ErrorShape):
@@ -46,3 +91,8 @@ class MessagesErrors(ErrorShape):
 def errors_at(path: str) -> ErrorShape:
     """The form of errors on a path, whether the path is served or not."""
     return MessagesErrors() if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else ErrorShape()
+
+
+def error_body(path: str, error: MmdError) -> dict[str, Any]:
+    """The JSON of an error that is answered before the request has an id."""
+    return errors_at(path).body(ApiError(error), "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
 from functools import cache
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -11,92 +13,98 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import to_json
 
-from mmd_workers.gateway.api import tokenize
-from mmd_workers.gateway.api.chat import chat_response
-from mmd_workers.gateway.api.completions import text_response
-from mmd_workers.gateway.api.files.upload_form import PURPOSES
-from mmd_workers.gateway.api.messages import messages_request
-from mmd_workers.gateway.api.responses import responses_request
-from mmd_workers.gateway.basics.strict import NotServed, Strict
-from mmd_workers.gateway.content import chat_request, completion_request
+from mmd_workers.gateway.api import error_shapes
+from mmd_workers.gateway.api.operations import OPERATIONS, READS, Operation, Read
+from mmd_workers.gateway.basics.api_errors import SHOULD_RETRY
+from mmd_workers.gateway.basics.strict import NotServed
+from mmd_workers.gateway.idempotency.repeats import EVENT_HEADER, KEY_HEADER, REPEATED_HEADER
+from mmd_workers.gateway.intake.omissions import HEADERS as OMISSIONS
 
 PATH = "/openapi.json"
 _REFERENCE = "#/components/schemas/{model}"
+_JSON, _EVENTS = "application/json", "text/event-stream"
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A path for JSON requests. `answer`: model of the answer, if there is one. `streams`: the answer may be a stream of events."""
-
-    path: str
-    summary: str
-    request: type[Strict]
-    not_served: NotServed
-    answer: type[BaseModel] | None = None
-    streams: bool = False
-
-
-OPERATIONS = (
-    Operation("/v1/chat/completions", "Continue a conversation, in the shape of OpenAI's chat completions", chat_request.ChatRequest, chat_request.NOT_SERVED, chat_response.ChatCompletion, streams=True),
-    Operation("/v1/completions", "Continue texts, in the shape of OpenAI's completions", completion_request.CompletionRequest, completion_request.NOT_SERVED, text_response.TextCompletion, streams=True),
-    Operation("/v1/responses", "Continue a conversation, in the shape of OpenAI's responses", responses_request.ResponsesRequest, responses_request.NOT_SERVED, streams=True),
-    Operation("/v1/messages", "Continue a conversation, in the shape of Anthropic's messages", messages_request.MessagesRequest, messages_request.NOT_SERVED, streams=True),
-    Operation("/v1/messages/count_tokens", "Count the tokens of Anthropic's messages", messages_request.CountTokensRequest, messages_request.NOT_SERVED),
-    Operation("/tokenize", "The tokens of a prompt", tokenize.TokenizeRequest, tokenize.TOKENIZE_NOT_SERVED, tokenize.Tokens),
-    Operation("/detokenize", "The text of tokens", tokenize.DetokenizeRequest, tokenize.DETOKENIZE_NOT_SERVED, tokenize.TokenText),
-)  # fmt: skip
-"""All operations, with their fields; `docs/api.md` has a table for each."""
-
-_GENERATION_HEADERS = {
-    "idempotency-key": ({"type": "string", "pattern": "^[!-~]{1,255}$"}, "A repeat gets the same answer."),
-    "last-event-id": (
+_DESCRIPTION = (
+    "The gateway's API. Keys are needed where spec.gateway.auth is set, and ignored elsewhere; a token of an issuer may stand in place of a "
+    "bearer key. A slash at the end of a path makes no difference."
+)
+_REQUEST_HEADERS: dict[str, tuple[dict[str, Any], str]] = {
+    "x-request-timeout": (
+        {"type": "string", "pattern": r"^[0-9]{1,9}(\.[0-9]{1,9})?$"},
+        "Seconds above 0 after which the request ends, if the deployment allows so many.",
+    ),
+    "x-client-request-id": ({"type": "string"}, "An id of the client's own; 128 characters are kept."),
+    "traceparent": ({"type": "string"}, "The trace that the request's spans join."),
+}
+_GENERATION_HEADERS: dict[str, tuple[dict[str, Any], str]] = {
+    KEY_HEADER: ({"type": "string", "pattern": "^[!-~]{1,255}$"}, "A repeat gets the same answer."),
+    EVENT_HEADER: (
         {"type": "string", "pattern": "^[0-9a-f]{8}-[0-9]{1,9}$"},
         "Resume the stream of the key after this event.",
     ),
-}
-_HEADERS = {
-    "x-request-timeout": (
-        {"type": "string", "pattern": r"^[0-9]{1,9}(\.[0-9]{1,9})?$"},
-        "Seconds after which the request ends, if the deployment allows so many.",
+    "x-mmd-timings": (
+        {"type": "string"},
+        "`true` adds `timings` to the answer; other values have no effect.",
     ),
-    "x-client-request-id": ({"type": "string"}, "An id of the client's own."),
 }
-_ERROR = {
-    "type": "object",
-    "description": "What is wrong, and what to do. Anthropic's paths have Anthropic's shape.",
-    "properties": {"error": {"type": "object", "properties": {"message": {"type": "string"}}}},
-    "required": ["error"],
+_ANSWER_HEADERS = {
+    "x-request-id": "The request's id.",
+    "x-mmd-gateway": "The gateway pod that answers.",
+}
+_OMISSIONS = {name: "What the model did not get of the media; absent if nothing." for name in OMISSIONS}
+_ERROR_HEADERS: dict[int, dict[str, str]] = {
+    401: {"www-authenticate": "The scheme to authenticate with."},
+    429: {"retry-after": "Whole seconds after which to retry."},
+    503: {"retry-after": "Whole seconds after which to retry."},
+    500: {SHOULD_RETRY: "`false`: another attempt does not help."},
+    504: {SHOULD_RETRY: "`false`: another attempt does not help."},
 }
 
 
 @cache
 def document() -> bytes:
     """The OpenAPI document as JSON."""
-    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = []
-    for operation in OPERATIONS:
-        modes.append((operation.request, "validation"))
-        if operation.answer is not None:
-            modes.append((operation.answer, "serialization"))
+    reads = [model for read in READS for model in (read.answer, read.unready) if model is not None]
+    answers = [
+        model
+        for operation in OPERATIONS
+        for model in (operation.answer, operation.event)
+        if model is not None
+    ]
+    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        *((operation.request, "validation") for operation in OPERATIONS),
+        *((model, "serialization") for model in (*answers, *reads)),
+        *((model, "serialization") for model in (error_shapes.Error, error_shapes.MessagesError)),
+    ]
     by_model, definitions = models_json_schema(modes, ref_template=_REFERENCE)
     schemas: dict[str, Any] = definitions["$defs"]
-    paths: dict[str, Any] = {}
+
+    def of_answer(model: type[BaseModel]) -> dict[str, Any]:
+        return by_model[model, "serialization"]
+
+    found: dict[str, Any] = {}
     for operation in OPERATIONS:
         request = by_model[operation.request, "validation"]
         _add_not_served(schemas[_name(request)], operation.not_served)
-        answer = by_model[operation.answer, "serialization"] if operation.answer else {"type": "object"}
-        paths[operation.path] = {"post": _post(operation, request, answer)}
-    for path in ("/v1/models", "/v1/models/{name}"):
-        paths[path] = {"get": _get("Models that are served", named="{" in path)}
-    paths |= _files()
-    for path in ("/health", "/ready"):
-        paths[path] = {"get": _get("Whether the gateway is alive, and would serve requests now")}
+        error = of_answer(operation.error)
+        found[operation.path] = {"post": _post(operation, request, of_answer(operation.answer), error)}
+    for read in READS:
+        answer = of_answer(read.answer) if read.answer else None
+        unready = of_answer(read.unready) if read.unready else None
+        one = _read(read, answer, unready, of_answer(error_shapes.Error))
+        found.setdefault(read.path, {})[read.method] = one
     return to_json(
         {
             "openapi": "3.1.0",
-            "info": {"title": "multimodal-operator gateway", "version": version("multimodal-operator")},
-            "paths": paths,
+            "info": {
+                "title": "multimodal-operator gateway",
+                "version": version("multimodal-operator"),
+                "description": _DESCRIPTION,
+            },
+            "servers": [{"url": "/"}],
+            "paths": found,
             "components": {
-                "schemas": {**schemas, "Error": _ERROR},
+                "schemas": schemas,
                 "securitySchemes": {
                     "bearer": {"type": "http", "scheme": "bearer"},
                     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -117,64 +125,86 @@ def _add_not_served(schema: dict[str, Any], not_served: NotServed) -> None:
         schema["properties"][name] = {"enum": [None, *off], "description": f"Not served: {remedy}."}
 
 
-def _post(operation: Operation, request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": answer}}
-    if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    headers = _HEADERS | (_GENERATION_HEADERS if operation.streams else {})
+def _post(
+    operation: Operation, request: dict[str, Any], answer: dict[str, Any], error: dict[str, Any]
+) -> dict[str, Any]:
+    content: dict[str, Any] = {_JSON: {"schema": answer}}
+    asked, answered = _REQUEST_HEADERS, _ANSWER_HEADERS
+    if operation.events:
+        content[_EVENTS] = {"schema": {"type": "string", "description": operation.events}}
+        asked = asked | _GENERATION_HEADERS
+        answered = (
+            answered | {REPEATED_HEADER: "`true`: this is the answer of an earlier request."} | _OMISSIONS
+        )
+    if operation.error is error_shapes.MessagesError:
+        answered = answered | {"request-id": "The request's id."}
     return {
         "summary": operation.summary,
         "operationId": operation.request.__name__.removesuffix("Request"),
-        "parameters": [
-            {"name": name, "in": "header", "required": False, "schema": schema, "description": text}
-            for name, (schema, text) in headers.items()
-        ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": request}}},
-        "responses": {"200": {"description": "The answer.", "content": content}, "default": _failed()},
-    }
-
-
-def _get(summary: str, *, named: bool = False) -> dict[str, Any]:
-    answer = {"description": "The answer.", "content": {"application/json": {"schema": {"type": "object"}}}}
-    parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    return {
-        "summary": summary,
-        "parameters": [parameter] if named else [],
-        "responses": {"200": answer, "default": _failed()},
-    }
-
-
-def _files() -> dict[str, Any]:
-    """The paths of uploaded files. An upload is a form, not JSON."""
-    form = {
-        "type": "object",
-        "properties": {
-            "file": {"type": "string", "format": "binary"},
-            "purpose": {"enum": list(PURPOSES)},
-            "expires_after[anchor]": {"enum": ["created_at"]},
-            "expires_after[seconds]": {"type": "integer", "minimum": 1},
+        "parameters": _in_header(asked),
+        "requestBody": {"required": True, "content": {_JSON: {"schema": request}}},
+        "responses": {
+            "200": {"description": "The answer.", "headers": _shown(answered), "content": content},
+            **_errors(operation.statuses, error, is_anthropic=operation.error is error_shapes.MessagesError),
         },
-        "required": ["file", "purpose"],
-        "additionalProperties": False,
     }
-    upload = _get("Upload a file")
-    upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    file_path, content_path = "/v1/files/{file_id}", "/v1/files/{file_id}/content"
-    operations = {
-        "/v1/files": {"post": upload, "get": _get("The tenant's files")},
-        file_path: {"get": _get("A file"), "delete": _get("Delete a file")},
-        content_path: {"get": _get("The bytes of a file")},
-    }
-    for path in (file_path, content_path):
-        for operation in operations[path].values():
-            operation["parameters"] = [
-                {"name": "file_id", "in": "path", "required": True, "schema": {"type": "string"}}
-            ]
-    binary = {"schema": {"type": "string", "format": "binary"}}
-    operations[content_path]["get"]["responses"]["200"]["content"] = {"application/octet-stream": binary}
-    return operations
 
 
-def _failed() -> dict[str, Any]:
-    schema = {"$ref": _REFERENCE.format(model="Error")}
-    return {"description": "An error.", "content": {"application/json": {"schema": schema}}}
+def _read(
+    read: Read, answer: dict[str, Any] | None, unready: dict[str, Any] | None, error: dict[str, Any]
+) -> dict[str, Any]:
+    content = (
+        {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        if answer is None
+        else {_JSON: {"schema": answer}}
+    )
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", read.path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in (read.parameters or {}).items()
+    ]
+    responses = {"200": {"description": "The answer.", "content": content}, **_errors(read.statuses, error)}
+    if read.admits:
+        parameters += _in_header(_REQUEST_HEADERS)
+        responses["200"]["headers"] = _shown(_ANSWER_HEADERS)
+    if unready is not None:
+        responses["503"] = {"description": "Not ready.", "content": {_JSON: {"schema": unready}}}
+    operation: dict[str, Any] = {
+        "summary": read.summary,
+        "operationId": read.name,
+        "parameters": parameters,
+        "responses": responses,
+    }
+    if read.form is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": read.form}},
+        }
+    return operation if read.needs_key else {**operation, "security": []}
+
+
+def _in_header(headers: dict[str, tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "header", "required": False, "schema": schema, "description": text}
+        for name, (schema, text) in headers.items()
+    ]
+
+
+def _shown(headers: dict[str, str]) -> dict[str, Any]:
+    return {name: {"schema": {"type": "string"}, "description": text} for name, text in headers.items()}
+
+
+def _errors(statuses: Iterable[int], error: dict[str, Any], *, is_anthropic: bool = False) -> dict[str, Any]:
+    """The responses with errors, by status. Anthropic's API has a status of its own for overload."""
+    responses: dict[str, Any] = {}
+    for status in sorted(set(statuses)):
+        is_overload = is_anthropic and status == HTTPStatus.SERVICE_UNAVAILABLE
+        shown_status = error_shapes.OVERLOADED_STATUS if is_overload else status
+        response = {"description": f"{HTTPStatus(status).phrase}.", "content": {_JSON: {"schema": error}}}
+        if headers := _ERROR_HEADERS.get(status):
+            response["headers"] = _shown(headers)
+        responses[str(shown_status)] = response
+    return responses

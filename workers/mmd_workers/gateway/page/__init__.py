@@ -74,4 +74,4 @@ def _route(path: str, body: bytes, content_type: str, is_served: Callable[[], bo
             return Response(status_code=304, headers=headers)
         return Response(body, headers={**headers, "content-type": content_type})
 
-    return Route(path, answer)
+    return Route(path, answer, include_in_schema=False)

@@ -38,6 +38,7 @@ from mmd_workers.gateway.answers.answer_budget import answer_budget
 from mmd_workers.gateway.api.app import build_app
 from mmd_workers.gateway.api.audit_log import AuditLog
 from mmd_workers.gateway.api.cors import with_cors
+from mmd_workers.gateway.api.error_shapes import error_body
 from mmd_workers.gateway.api.gateway import Gateway
 from mmd_workers.gateway.api.gateway_settings import GatewaySettings
 from mmd_workers.gateway.api.undelivered import undelivered_bytes
@@ -233,12 +234,14 @@ class GatewayProcess:
             lambda: gateway.settings.request_timeout_seconds,
             self._certificate.context if self._certificate is not None else None,
             gateway.settings.allowed_origins,
+            error_body,
         )
         self._admin = HttpServer(
             build_admin_app(gateway, self.heartbeat),
             address,
             settings.admin_port,
             answer_seconds=lambda: gateway.settings.request_timeout_seconds,
+            error_body=error_body,
         )
 
     def _access_of(self, settings: WorkerSettings) -> Access | None:

@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 from urllib.parse import quote
 
 from pydantic_core import to_json
@@ -27,6 +26,7 @@ from mmd_api.contract.errors import (
 )
 from mmd_workers.gateway.answers.exchange import Exchange, until_gone
 from mmd_workers.gateway.api.endpoint import Endpoint
+from mmd_workers.gateway.api.files.files_answer import DeletedFile, FileList, FileObject
 from mmd_workers.gateway.api.files.upload_form import FORM_BYTES, PURPOSES, UploadForm
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.body import Chunks
@@ -41,7 +41,7 @@ FEED_BYTES = 16 << 10
 UPLOAD_BYTES = 2 * CHUNK_BYTES  # the memory that an upload or a download holds
 LISTED_FILE_BYTES = 2048  # the memory for one file in a list: its entry and its JSON
 MAX_LISTED = 10_000
-_LIST_FIELDS = ("after", "limit", "order", "purpose")
+LIST_FIELDS = ("after", "limit", "order", "purpose")
 
 
 class _FilesEndpoint(Endpoint, ABC):
@@ -249,13 +249,12 @@ class ListFiles(_FilesEndpoint):
             listed = listed[position + 1 :]
         page = listed[:limit]
         await reservation.resize(LISTED_FILE_BYTES * len(page))
-        body = {
-            "object": "list",
-            "data": [shown(file) for file in page],
-            "first_id": page[0].file_id if page else None,
-            "last_id": page[-1].file_id if page else None,
-            "has_more": len(listed) > limit,
-        }
+        body = FileList(
+            data=[shown(file) for file in page],
+            first_id=page[0].file_id if page else None,
+            last_id=page[-1].file_id if page else None,
+            has_more=len(listed) > limit,
+        )
         await exchange.reply_in_pieces([await asyncio.to_thread(to_json, body)])
 
 
@@ -273,7 +272,7 @@ class DeleteFile(_FilesEndpoint):
     async def _serve(self, exchange: Exchange, files: Files, _reservation: RequestReservation) -> None:
         file_id = self._file_id(exchange)
         await files.delete(self._tenant(exchange), file_id)
-        await exchange.reply(200, to_json({"id": file_id, "object": "file", "deleted": True}))
+        await exchange.reply(200, to_json(DeletedFile(id=file_id)))
 
 
 class GetContent(_FilesEndpoint):
@@ -316,28 +315,24 @@ class GetContent(_FilesEndpoint):
         await exchange.send({"type": "http.response.body", "body": b""})
 
 
-def shown(stored: StoredFile) -> dict[str, Any]:
+def shown(stored: StoredFile) -> FileObject:
     """A file in the form of OpenAI's API."""
-    return {
-        "id": stored.file_id,
-        "object": "file",
-        "bytes": stored.num_bytes,
-        "created_at": int(stored.created_at),
-        "expires_at": int(stored.expires_at),
-        "filename": stored.filename,
-        "purpose": stored.purpose,
-        "status": "processed",
-    }
+    return FileObject(
+        id=stored.file_id,
+        bytes=stored.num_bytes,
+        created_at=int(stored.created_at),
+        expires_at=int(stored.expires_at),
+        filename=stored.filename,
+        purpose=stored.purpose,
+    )
 
 
 def _list_options(query: Mapping[str, str]) -> tuple[int, bool, str, str]:
     """The limit, whether the newest files come first, the purpose ("": all), and the id before the first listed file ("": none)."""
     for name in query:
-        if name not in _LIST_FIELDS:
+        if name not in LIST_FIELDS:
             shown_name = name[:MAX_NAME_CHARACTERS]
-            unknown = UnknownParameterError(
-                f"{shown_name}: unknown parameter; send {', '.join(_LIST_FIELDS)}"
-            )
+            unknown = UnknownParameterError(f"{shown_name}: unknown parameter; send {', '.join(LIST_FIELDS)}")
             raise ApiError(unknown, param=shown_name)
     limit, order, purpose = (
         query.get("limit", str(MAX_LISTED)),
