@@ -37,6 +37,8 @@ class Agent:
     environment: dict[str, str] = field(default_factory=dict)
     files: Callable[[int], dict[str, str]] = lambda _: {}
     sees_pictures: bool = True
+    waits: bool = True  # after a refusal with `retry-after`
+    too_long: str = "maximum context length is"  # what it shows of a prompt that is too long
 
     def command(self, installed: Path, folder: Path) -> list[str]:
         """What starts it on `TASK`."""
@@ -150,6 +152,7 @@ AGENTS = (
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
+        too_long="Prompt is too long",
     ),
     Agent(
         "codex",
@@ -161,6 +164,7 @@ AGENTS = (
         ],
         {"GATEWAY_KEY": KEY},
         _codex,
+        too_long="ran out of room",
     ),
     *(
         Agent(
@@ -203,6 +207,7 @@ AGENTS = (
             {"CONTINUE_TELEMETRY_ENABLED": "0"},
             _continue(provider, base),
             sees_pictures=False,
+            waits=provider == "openai",
         )
         for provider, base in (("openai", f"{URL}/v1/"), ("anthropic", f"{URL}/v1/"))
     ),
