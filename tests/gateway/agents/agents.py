@@ -1,4 +1,4 @@
-"""Coding agents as people install and start them: their settings for a gateway, and the calls that let them read files."""
+"""Agents as people install and start them: their settings for a gateway, and the calls that let them read files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Call = tuple[str, dict[str, Any]]
 class Agent:
     """One client with one of the gateway's APIs.
 
-    `program`: the script below `node_modules` that Node runs; or, with a `*`, a binary. `calls(folder)`: calls of
+    `program`: the script below `node_modules` that Node runs; with a `*`, a binary there; with `.py`, a script in
+    `packages`. `calls(folder)`: calls of
     its tools that read `NOTES` and `PICTURE` in that folder. `files(context)`: its settings, by the path in its home,
     the parent of that folder.
     """
@@ -42,6 +43,9 @@ class Agent:
 
     def command(self, installed: Path, folder: Path) -> list[str]:
         """What starts it on `TASK`."""
+        if self.program.endswith(".py"):
+            script = Path(__file__).with_name("packages") / self.program
+            return [str(installed / "python"), str(script), *self.arguments]
         packages = installed.parent / "node_modules"
         words = {"TASK": TASK, "SETTINGS": str(folder.parent / SETTINGS)}
         arguments = [words.get(argument, argument) for argument in self.arguments]
@@ -53,6 +57,13 @@ class Agent:
 def _read(tool: str, name: str) -> Callable[[Path], list[Call]]:
     """Calls of one tool with an absolute path as its argument `name`."""
     return lambda folder: [(tool, {name: str(folder / file)}) for file in (NOTES, PICTURE)]
+
+
+def _reads(folder: Path) -> list[Call]:
+    return [
+        ("read_text", {"path": str(folder / NOTES)}),
+        ("read_png", {"path": str(folder / PICTURE)}),
+    ]
 
 
 def _codex(context: int) -> dict[str, str]:
@@ -211,4 +222,15 @@ AGENTS = (
         )
         for provider, base in (("openai", f"{URL}/v1/"), ("anthropic", f"{URL}/v1/"))
     ),
+    *(
+        Agent(
+            f"openai-agents-{name}",
+            "with_openai_agents.py",
+            (api, TASK, URL, KEY, MODEL),
+            _reads,
+            sees_pictures=api == "responses",
+        )
+        for name, api in (("chat", "chat_completions"), ("responses", "responses"))
+    ),
+    Agent("langgraph", "with_langgraph.py", (TASK, URL, KEY, MODEL), _reads),
 )

@@ -25,7 +25,7 @@ pytestmark = [
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
 VOCABULARY_TOKENS = 6_016
-SHORT_TOKENS = 2_048
+SHORT_TOKENS = 128
 """A context in which the first prompt of no agent fits."""
 FAULT = "a step failed on purpose"
 by_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
