@@ -26,7 +26,7 @@ RUN_SECONDS = 180
 
 @dataclass(frozen=True)
 class Environment:
-    """Packages of `sources`, installed in the folder `home`."""
+    """The packages that `sources` pins, for Python and perhaps for Node, installed in the folder `home`."""
 
     sources: Path
     home: Path
@@ -37,11 +37,12 @@ class Environment:
 
         Skips the test if the registries cannot be reached; with CI=true, fails it.
         """
-        digest = hashlib.sha256(b"".join((self.sources / name).read_bytes() for name in PINNED)).hexdigest()
+        pinned = [self.sources / name for name in PINNED if (self.sources / name).exists()]
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in pinned)).hexdigest()
         stamp = self.home / "installed"
         if not stamp.exists() or stamp.read_text() != digest:
             try:
-                self._install()
+                self._install(pinned)
             except (OSError, subprocess.SubprocessError) as error:
                 stderr = getattr(error, "stderr", None) or b""
                 reason = f"cannot install other clients: {error}; {stderr[-500:].decode(errors='replace')}"
@@ -49,22 +50,24 @@ class Environment:
             stamp.write_text(digest)
         return self.home / "bin"
 
-    def _install(self) -> None:
+    def _install(self, pinned: list[Path]) -> None:
         shutil.rmtree(self.home, ignore_errors=True)
         uv = Path(sys.executable).with_name("uv")
         _run(uv, "venv", "--quiet", "--python", sys.executable, self.home)
-        requirements = self.sources / "requirements.txt"
+        requirements, *of_npm = pinned
         _run(uv, "pip", "install", "--quiet", "--python", self.home / "bin/python", "-r", requirements)
-        for name in PINNED[1:]:
-            shutil.copy(self.sources / name, self.home)
-        npm = self.home / "bin/npm"
-        _run(npm, self.npm, "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", self.home)
+        for file in of_npm:
+            shutil.copy(file, self.home)
+        if of_npm:
+            npm = self.home / "bin/npm"
+            _run(npm, self.npm, "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", self.home)
 
 
 CLIENTS = Environment(ROOT / "tests" / "pipeline" / "other_clients", ROOT / ".cache" / "other_clients")
 AGENTS = Environment(
     ROOT / "tests" / "gateway" / "agents" / "packages", ROOT / ".cache" / "agents", npm="install"
 )
+AIDER = Environment(ROOT / "tests" / "gateway" / "agents" / "aider", ROOT / ".cache" / "aider")
 
 
 def environment() -> Path:

@@ -50,7 +50,7 @@ class Agent:
         words = {"TASK": TASK, "SETTINGS": str(folder.parent / SETTINGS)}
         arguments = [words.get(argument, argument) for argument in self.arguments]
         if "*" in self.program:
-            return [str(sorted(packages.glob(self.program))[-1]), *arguments]
+            return [str(min(packages.glob(self.program))), *arguments]
         return [str(installed / "node"), str(packages / self.program), *arguments]
 
 
@@ -180,7 +180,7 @@ AGENTS = (
     *(
         Agent(
             f"opencode-{api}",
-            "opencode-linux-x64-baseline*/bin/opencode",
+            "opencode-linux-*/bin/opencode",
             OPENCODE_RUN,
             _read("read", "filePath"),
             OPENCODE,
