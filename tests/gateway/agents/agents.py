@@ -161,6 +161,7 @@ AGENTS = (
             "ANTHROPIC_AUTH_TOKEN": KEY,
             "ANTHROPIC_MODEL": MODEL,
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT_TOKENS),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
         too_long="Prompt is too long",
