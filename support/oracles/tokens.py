@@ -16,6 +16,16 @@ def with_template(folder: Path, target: Path, template: str) -> Path:
     return target
 
 
+def with_context(folder: Path, target: Path, tokens: int, vocabulary: int) -> Path:
+    """A copy of the demo model with another context and vocabulary, in the folder `target`."""
+    copy = with_template(folder, target, (folder / "chat_template.jinja").read_text())
+    config = json.loads((copy / "config.json").read_text())
+    config["text_config"] |= {"max_position_embeddings": tokens, "vocab_size": vocabulary}
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
 def with_tokens(folder: Path, *tokens: str, special: bool) -> None:
     """Rename the first tokens of the tokenizer in a folder of links, and mark them as special or not."""
     renamed = dict(zip(["<|endoftext|>", "<|im_start|>"], tokens, strict=True))

@@ -52,6 +52,7 @@ class ScriptedWorker:
     load: PodLoad = field(default_factory=PodLoad)
     revision: str = "r1"
     incarnation: str = "one"
+    answers: Callable[[GenerateRequest], list[int]] | None = None  # in place of `answer`
     refuse: Placed | None = None
     placing: asyncio.Event | None = None  # until it is set, no placement is answered
     max_model_len: int = 0
@@ -117,6 +118,10 @@ class ScriptedWorker:
         """Wait for something that this worker takes, sends or ends."""
         await until(predicate, changed=self.changed)
 
+    def answer_to(self, request: GenerateRequest) -> list[int]:
+        """The token ids of a request's output."""
+        return self.answer if self.answers is None else self.answers(request)
+
     async def tokens(
         self,
         request: GenerateRequest,
@@ -126,19 +131,19 @@ class ScriptedWorker:
         finish: bool = True,
     ) -> None:
         """Send the answer's tokens of these indices as one step's batch; the last one of the answer ends it."""
-        last = min(len(self.answer), request.sampling.max_tokens) - 1
-        full = len(self.answer) <= request.sampling.max_tokens
+        answer = self.answer_to(request)
+        last = min(len(answer), request.sampling.max_tokens) - 1
+        full = len(answer) <= request.sampling.max_tokens
         items = [
             TokenItem(
                 request.request_id,
                 request.attempt if attempt is None else attempt,
                 index,
-                self.answer[index],
+                answer[index],
                 ("stop" if full else "length") if finish and index == last else None,
                 logprob=-0.25 if request.sampling.logprobs is not None else None,
                 top_logprobs=[
-                    TokenLogprob(self.answer[index] + i, -0.25 - i)
-                    for i in range(request.sampling.logprobs or 0)
+                    TokenLogprob(answer[index] + i, -0.25 - i) for i in range(request.sampling.logprobs or 0)
                 ],
                 prompt_logprobs=_of_prompt(request) if index == 0 else [],
             )
@@ -239,7 +244,7 @@ class ScriptedWorker:
 
 async def answer_well(worker: ScriptedWorker, request: GenerateRequest) -> None:
     """One message a token, from where the request's output so far ends."""
-    for index in range(len(request.output_token_ids), len(worker.answer)):
+    for index in range(len(request.output_token_ids), len(worker.answer_to(request))):
         await worker.tokens(request, [index])
 
 
@@ -258,7 +263,7 @@ def half_then(then):
         if request.attempt:
             await answer_well(worker, request)
             return
-        half = len(worker.answer) // 2
+        half = len(worker.answer_to(request)) // 2
         await worker.tokens(request, list(range(half)))
         await then(worker, request)
 
@@ -276,4 +281,4 @@ class HalfFirst:
         await worker.tokens(request, list(range(self.count)))
         async with asyncio.timeout(DEADLINE_SECONDS):
             await self.seen.wait()
-        await worker.tokens(request, list(range(self.count, len(worker.answer))))
+        await worker.tokens(request, list(range(self.count, len(worker.answer_to(request)))))

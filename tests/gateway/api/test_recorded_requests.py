@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from support.oracles.tokens import with_template
+from support.oracles.tokens import with_context
 from tests.gateway.running import Launch
 
 DEMO = Path(str(resources.files("mmd_workers.model") / "demo"))
@@ -73,13 +73,7 @@ def lengthen(body: Any, place: str, length: int) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with room for what agents send."""
-    template = (DEMO / "chat_template.jinja").read_text()
-    folder = with_template(DEMO, tmp_path_factory.mktemp("model") / "demo", template)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= {"max_position_embeddings": CONTEXT_TOKENS, "vocab_size": VOCABULARY_TOKENS}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return with_context(DEMO, tmp_path_factory.mktemp("model") / "demo", CONTEXT_TOKENS, VOCABULARY_TOKENS)
 
 
 def test_every_recording_has_its_own_name() -> None:
