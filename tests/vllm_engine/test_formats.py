@@ -35,6 +35,8 @@ NAMES = ("add", "get-weather", "now_2")
 HERMES, MISTRAL, ARGS, LLAMA = "Hermes", "Mistral", "Mistral with [ARGS]", "Llama 3"
 PARSERS = {HERMES: "hermes", MISTRAL: "mistral", ARGS: "mistral", LLAMA: "llama3_json"}
 """vLLM's, by our name of the form."""
+ELEMENTS = {"Qwen3-Coder": "qwen3_coder", "GLM": "glm45", "MiniMax-M2": "minimax_m2"}
+"""The same of the forms whose arguments are elements."""
 THINK, _, MAGISTRAL = MARKERS
 REASONING = {"deepseek_r1": THINK, "qwen3": THINK, "glm45": THINK, "kimi_k2": THINK, "mistral": MAGISTRAL}
 """By vLLM's name its markers. It has no parser for `◁think▷`."""

@@ -231,6 +231,28 @@ async def test_ids_that_another_server_made_are_replaced_where_a_template_takes_
     assert await text("call_1", "toolu_01A-b") == await text(*made)
 
 
+ITEMS = (
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+)
+ELEMENTS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    f"<tool_call>\n<function={{{{ c.function.name }}}}>\n{ITEMS}</function>\n</tool_call>"
+    "{% endfor %}{% endfor %}"
+)
+
+
+async def test_broken_arguments_are_one_argument_where_the_template_writes_each_on_its_own(
+    launch: Launch, text_model: Path, tmp_path: Path
+) -> None:
+    folder = with_template(text_model, tmp_path / "elements", ELEMENTS)
+    gateway = await launch(model={"id": str(folder), "servedName": ["text"]})
+    messages = [ASKED, calls(call(arguments='{"a": 1, "b')), result()]
+    answer = await gateway.http.post("/tokenize", json={"messages": messages})
+    assert answer.status_code == 200, answer.text
+    decoded = await gateway.http.post("/detokenize", json={"tokens": answer.json()["tokens"]})
+    assert '<parameter=INVALID_JSON>\n{"a": 1, "b\n</parameter>' in decoded.json()["prompt"]
+
+
 async def test_parts_are_lines_where_the_template_takes_a_text(
     launch: Launch, text_model: Path, tmp_path: Path
 ) -> None:

@@ -318,8 +318,31 @@ TAGGED = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
 LISTED = '[TOOL_CALLS] [{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}]'
 WITH_ARGS = "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
 LLAMA = '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+ELEMENT = (
+    "{% for k, v in c.function.arguments.items() %}BEGIN{{ v if v is string else v | tojson }}END{% endfor %}"
+)
+QWEN_CODER = (
+    "<tool_call>\n<function={{ c.function.name }}>\n"
+    + ELEMENT.replace("BEGIN", "<parameter={{ k }}>\n").replace("END", "\n</parameter>\n")
+    + "</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>{{ c.function.name }}\n"
+    + ELEMENT.replace("BEGIN", "<arg_key>{{ k }}</arg_key>\n<arg_value>").replace("END", "</arg_value>\n")
+    + "</tool_call>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="{{ c.function.name }}">\n'
+    + ELEMENT.replace("BEGIN", '<parameter name="{{ k }}">').replace("END", "</parameter>\n")
+    + "</invoke>\n</minimax:tool_call>"
+)
 FOREIGN = "<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>"
-TOKENS = {TAGGED: ("<tool_call>", "</tool_call>")}
+TOKENS = {
+    TAGGED: ("<tool_call>", "</tool_call>"),
+    QWEN_CODER: ("<tool_call>", "</tool_call>"),
+    GLM: ("<tool_call>", "</arg_value>"),
+    MINIMAX: ("<minimax:tool_call>", "</minimax:tool_call>"),
+}
 PREFIXED = "<|call|>" + LLAMA
 
 
@@ -363,8 +386,21 @@ async def test_calls_in_a_form_that_is_not_known_are_refused(
         (LISTED, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]'),
         (WITH_ARGS, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}'),
         (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}'),
+        (
+            QWEN_CODER,
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            GLM,
+            "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        ),
+        (
+            MINIMAX,
+            '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">2</parameter>\n</invoke>\n'
+            "</minimax:tool_call>",
+        ),
     ],
-    ids=["tags", "list", "args", "object"],
+    ids=["tags", "list", "args", "object", "Qwen3-Coder", "GLM", "MiniMax-M2"],
 )
 async def test_calls_are_forced_and_read_in_the_form_of_the_template(
     launch: Launch, text_model: Path, tmp_path: Path, call: str, said: str, kind: str
@@ -401,3 +437,123 @@ async def test_calls_are_forced_and_read_in_the_form_of_the_template(
             assert (quoted.tool_calls, marker in quoted.content) == (None, True)
             worker.answer = token_ids
             assert grammars.begin(grammar).matcher.try_consume_tokens(spelled) == len(spelled) - 1
+
+
+# Arguments that are elements
+
+ITEM = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+EDIT = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "description": "a file", "maxLength": 5},
+        "mode": {"enum": ["red", "blue", None]},
+        "item": {"$ref": "#/$defs/item"},
+        "line": {"type": ["string", "null"]},
+    },
+    "required": ["path"],
+    "additionalProperties": False,
+    "$defs": {"item": ITEM},
+}
+
+
+def elements(**arguments: str) -> str:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function=edit>\n{written}</function>\n</tool_call>"
+
+
+def edit(strict: bool, **more: object) -> dict:
+    return {
+        "type": "function",
+        "function": {"name": "edit", "strict": strict, "parameters": {**EDIT, **more}},
+    }
+
+
+FREE = edit(False, additionalProperties=True)
+TEXT_OF_LINES = elements(path="the red\n<b> circle\n")
+WHOLE = elements(path="a", mode="red", item='{"n": 1}', line="b")
+ELEMENTS_FOLLOWED: list[tuple[str, dict, list[str], list[str]]] = [
+    ("forced", {"tools": [edit(False)], "tool_choice": "required"},
+        [elements(path="a"), TEXT_OF_LINES, WHOLE, elements(path="a", mode="null"), elements(path="", line="null"), f"{WHOLE}\n{WHOLE}"],
+        [elements(), elements(mode="red"), elements(path="a", mode="green"), elements(path="a", item='{"n": "a"}'), elements(path="a", z="1"), TEXT]),
+    ("others as well", {"tools": [FREE], "tool_choice": choice("edit")}, [elements(path="a", z="1"), elements(path="a")], [elements(z="1"), TEXT]),
+    ("one allowed", {"tools": [edit(False)], "parallel_tool_calls": False}, [TEXT, WHOLE, elements(z="1"), elements(), f"a {WHOLE}"], [f"{WHOLE}\n{WHOLE}"]),
+    ("alternatives", {"tools": [edit(False, anyOf=[{"required": ["path"]}])], "tool_choice": "required"}, [elements(z="1"), elements()], [TEXT]),
+    ("no parameters", {"tools": [{"type": "function", "function": {"name": "edit"}}], "tool_choice": "required"}, [elements()], [elements(z="1")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "valid", "invalid"), [c[1:] for c in ELEMENTS_FOLLOWED], ids=[c[0] for c in ELEMENTS_FOLLOWED]
+)
+async def test_arguments_in_elements_match_the_schemas_of_the_tools(
+    launch: Launch, text_model: Path, tmp_path: Path, more: dict, valid: list[str], invalid: list[str]
+) -> None:
+    folder = with_template(text_model, tmp_path / "model", template(QWEN_CODER))
+    gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    worker = await gateway.worker(tokenizer.encode(WHOLE, add_special_tokens=False))
+    await answer(gateway, **more)
+    grammars = Grammars(lambda: tokenizer, len(tokenizer), [2])
+    begun = worker.requests[0].sampling.grammar
+
+    def matches(text: str) -> bool:
+        matcher = grammars.begin(begun).matcher
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    assert [text for text in valid if not matches(text)] == []
+    assert [text for text in invalid if matches(text)] == []
+
+
+async def test_arguments_in_elements_are_json_of_their_types_to_clients(
+    launch: Launch, text_model: Path, tmp_path: Path
+) -> None:
+    folder = with_template(text_model, tmp_path / "model", template(QWEN_CODER))
+    gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    said = elements(path="5", mode="null", item='{"n": 1}', line='the "red"\ncircle')
+    await gateway.worker(tokenizer.encode(said, add_special_tokens=False))
+    expected = {"path": "5", "mode": None, "item": {"n": 1}, "line": 'the "red"\ncircle'}
+    made = (await answer(gateway, tools=[edit(False)])).choices[0]
+    assert made.finish_reason == "tool_calls"
+    assert json.loads(made.message.tool_calls[0].function.arguments) == expected
+    _, whole = await collected(gateway, tools=[edit(False)])
+    assert json.loads(whole.choices[0].message.tool_calls[0].function.arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "keyword"),
+    [
+        ({}, "tools[0].function.parameters.properties.path", "maxLength"),
+        ({"minProperties": 2}, "tools[0].function.parameters", "minProperties"),
+    ],
+)
+async def test_keywords_that_no_grammar_of_elements_has_are_named_where_they_must_hold(
+    launch: Launch, text_model: Path, tmp_path: Path, parameters: dict, field: str, keyword: str
+) -> None:
+    folder = with_template(text_model, tmp_path / "model", template(QWEN_CODER))
+    gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
+    with pytest.raises(openai.BadRequestError, match=f"{keyword} cannot be enforced, because") as refused:
+        await answer(gateway, tools=[edit(True, **parameters)])
+    assert refused.value.param == field
+
+
+async def test_a_template_that_renders_nothing_without_tools_is_served(
+    launch: Launch, text_model: Path, tmp_path: Path
+) -> None:
+    needs = "{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    folder = with_template(text_model, tmp_path / "model", template(TAGGED, tools=needs))
+    gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    await gateway.worker(tokenizer.encode(CALL, add_special_tokens=False))
+    made = (await answer(gateway)).choices[0].message
+    assert [call.function.name for call in made.tool_calls] == ["add"]
+    result = {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "3"}
+    await gateway.openai.chat.completions.create(
+        model=MODEL, messages=[*ASKED, made.model_dump(), result], tools=[ADD]
+    )

@@ -15,11 +15,14 @@ from mmd_workers.model.call_forms import FORMS, Spelling
 
 NAMES = frozenset({"add", "now"})
 HERMES, MISTRAL, ARGS, LLAMA = "Hermes", "Mistral", "Mistral with [ARGS]", "Llama 3"
+QWEN_CODER, GLM, MINIMAX = "Qwen3-Coder", "GLM", "MiniMax-M2"
+TYPES = {"add": {"a": frozenset({"integer"}), "s": frozenset({"string"})}}
+"""Of the arguments that are elements."""
 Call = tuple[str, str]  # name, arguments
 
 
 def parser(form: str, most: int = MAX_TOOL_CALLS) -> CallParser:
-    return CallParser(Spelling(FORMS[form], "", "", "", "", ""), NAMES, most=most)
+    return CallParser(Spelling(FORMS[form], "", "", "", "", ""), NAMES, most=most, types=TYPES)
 
 
 def parsed(reader: CallParser, pieces: list[str]) -> tuple[str, list[Call]]:
@@ -45,6 +48,30 @@ ADD = ("add", '{"a": 1}')
 NOW = ("now", "{}")
 TRICKY = '{"a": "}</tool_call>\\"{", "b": [{}, "]"], "c": {"d": -1.5e3}}'
 BROKEN = '<tool_call>{"name": "add", "arguments": '
+
+
+def qwen_coder(name: str, **arguments: str) -> str:
+    elements = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{elements}</function>\n</tool_call>"
+
+
+def glm(name: str, **arguments: str) -> str:
+    elements = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+    return f"<tool_call>{name}\n{''.join(elements)}</tool_call>"
+
+
+def minimax(*made: tuple[str, dict[str, str]]) -> str:
+    calls = [
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
+        + "</invoke>\n"
+        for name, arguments in made
+    ]
+    return f"<minimax:tool_call>\n{''.join(calls)}</minimax:tool_call>"
+
+
+LINES = 'a "line"\n\n  <b>\\ </param'
+WITH_LINES = ("add", json.dumps({"a": 1, "s": LINES}))
 
 CASES: list[tuple[str, str, str, str, list[Call]]] = [
     ("text", HERMES, "the red circle", "the red circle", []),
@@ -100,6 +127,26 @@ CASES: list[tuple[str, str, str, str, list[Call]]] = [
     ("an object that begins with its type", LLAMA, '{"type": "function", "name": "add", "parameters": {"a": 1}}', "", [ADD]),
     ("a list of objects that begin with their type", MISTRAL, '[TOOL_CALLS][{"type": "function", "name": "add", "arguments": {"a": 1}}, {"type":"function","name": "now", "arguments": {}}]', "", [ADD, NOW]),
     ("an object of another type", LLAMA, '{"type": "text", "name": "add", "parameters": {}}', '{"type": "text", "name": "add", "parameters": {}}', []),
+    ("a call that begins with an id", HERMES, '<tool_call>{"id": "call_0", "name": "now", "arguments": {}}</tool_call>', "", [NOW]),
+    ("a call that begins with its type and an id", HERMES, '<tool_call>{"type": "function", "id": "a-1", "name": "now", "arguments": {}}</tool_call>', "", [NOW]),
+    ("elements in lines", QWEN_CODER, qwen_coder("add", a="1", s=LINES), "", [WITH_LINES]),
+    ("two calls of elements", QWEN_CODER, "So.\n" + qwen_coder("add", a="1") + "\n" + qwen_coder("now") + " x", "So.\n x", [ADD, NOW]),
+    ("elements on one line", QWEN_CODER, "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>", "", [ADD]),
+    ("an empty text", QWEN_CODER, qwen_coder("add", s=""), "", [("add", '{"s": ""}')]),
+    ("a line break alone", QWEN_CODER, qwen_coder("add", s="\n"), "", [("add", r'{"s": "\n"}')]),
+    ("elements of the tool of nobody", QWEN_CODER, qwen_coder("sub", a="1"), qwen_coder("sub", a="1"), []),
+    ("elements that are cut in a text", QWEN_CODER, qwen_coder("add", s="red").partition("</parameter>")[0][:-1], "", [("add", '{"s": "red')]),
+    ("elements that are cut between two", QWEN_CODER, qwen_coder("add", a="1").partition("</function>")[0], "", [("add", '{"a": 1')]),
+    ("elements that are cut in a number", QWEN_CODER, "<tool_call><function=add><parameter=a>\n12", "", [("add", '{"a": 12')]),
+    ("text among elements", QWEN_CODER, "<tool_call><function=add><parameter=a>1</parameter>so", "so", [ADD]),
+    ("elements without their end", QWEN_CODER, "<tool_call><function=add><parameter=a>1</parameter></function>", "", [("add", '{"a": 1')]),
+    ("keys and values", GLM, glm("add", a="1", s=LINES), "", [WITH_LINES]),
+    ("keys and values on one line", GLM, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", [ADD]),
+    ("two calls of keys and values", GLM, glm("add", a="1") + "\n" + glm("now"), "", [ADD, NOW]),
+    ("a name alone", GLM, "<tool_call>now</tool_call>", "", [NOW]),
+    ("a name that does not end a line", GLM, "<tool_call>now what</tool_call>", "<tool_call>now what</tool_call>", []),
+    ("a list of calls with elements", MINIMAX, "So. " + minimax(("add", {"a": "1", "s": LINES}), ("now", {})) + "x", "So. x", [WITH_LINES, NOW]),
+    ("a list with elements of the tool of nobody", MINIMAX, minimax(("now", {}), ("sub", {})), '\n<invoke name="sub">\n</invoke>\n</minimax:tool_call>', [NOW]),
     ("another object", LLAMA, '{"named": 1}', '{"named": 1}', []),
 ]  # fmt: skip
 
@@ -194,6 +241,87 @@ def test_any_arguments_are_read_to_their_end(arguments: dict, ascii_only: bool) 
     assert parsed(parser(HERMES), list(hermes("add", written))) == ("", [("add", written)])
 
 
+FORMATS = {
+    QWEN_CODER: lambda arguments: qwen_coder("add", **arguments),
+    GLM: lambda arguments: glm("add", **arguments),
+    MINIMAX: lambda arguments: minimax(("add", arguments)),
+}
+ELEMENT_KEY = st.text(st.sampled_from("abKEY_-.1é"), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@given(
+    texts=st.dictionaries(ELEMENT_KEY, st.text(st.sampled_from('ab<>/parameter_"\\\n é{}'), max_size=20), max_size=4),
+    others=st.dictionaries(ELEMENT_KEY, JSON.filter(lambda value: not isinstance(value, str) and "Infinity" not in json.dumps(value)), max_size=4),
+    data=st.data(),
+)  # fmt: skip
+def test_arguments_in_elements_are_what_the_model_wrote(
+    form: str, texts: dict, others: dict, data: st.DataObject
+) -> None:
+    arguments = {**others, **{k: v for k, v in texts.items() if FORMS[form].element.close not in v}}
+    types = {k: frozenset({"string" if k in texts else "object"}) for k in arguments}
+    text = FORMATS[form]({k: v if k in texts else json.dumps(v) for k, v in arguments.items()})
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    spelling = Spelling(FORMS[form], "", "", "", "", "")
+    content, calls = parsed(CallParser(spelling, NAMES, types={"add": types}), pieces)
+    assert content == ""
+    assert [(name, json.loads(written)) for name, written in calls] == [("add", arguments)]
+
+
+VALUES = [
+    ("5", {"string"}, '"5"'),
+    ("5", {"integer"}, "5"),
+    ("5", {"string", "integer"}, "5"),
+    ("5", {"number", "string"}, "5"),
+    ("5.5", {"string", "integer"}, '"5.5"'),
+    ("5", {"boolean"}, "5"),
+    ("123456789012345678901234567890.10", {"number"}, "123456789012345678901234567890.10"),
+    ("five", {"integer"}, '"five"'),
+    ("null", {"string", "null"}, "null"),
+    ("null", {"string"}, '"null"'),
+    ("None", {"integer", "null"}, "null"),
+    ("True", {"boolean"}, "true"),
+    ("True", {"string"}, '"True"'),
+    ("NaN", {"number"}, '"NaN"'),
+    (' {"a": [1, "b"]} ', {"object"}, '{"a": [1, "b"]}'),
+    ("{'a': 1}", {"object"}, "\"{'a': 1}\""),
+    ('"red"', {"string", "object"}, r'"\"red\""'),
+    ('"red"', {"array"}, '"red"'),
+    ("[" * 100_000, {"array"}, json.dumps("[" * 100_000)),
+]
+
+
+@pytest.mark.parametrize(
+    ("written", "types", "expected"), VALUES, ids=[f"{w[:20]} of {sorted(t)}" for w, t, _ in VALUES]
+)
+def test_a_value_in_an_element_is_of_the_types_that_its_schema_permits(
+    written: str, types: set[str], expected: str
+) -> None:
+    reader = CallParser(
+        Spelling(FORMS[GLM], "", "", "", "", ""), NAMES, types={"add": {"a": frozenset(types)}}
+    )
+    assert parsed(reader, [glm("add", a=written)]) == ("", [("add", f'{{"a": {expected}}}')])
+
+
+def test_a_value_without_a_schema_is_json_or_a_text() -> None:
+    made = qwen_coder("now", n="5", t="red", b="true", o='{"a": 1}')
+    assert parsed(parser(QWEN_CODER), [made])[1] == [
+        ("now", '{"n": 5, "t": "red", "b": true, "o": {"a": 1}}')
+    ]
+
+
+def test_a_text_in_an_element_comes_as_it_is_written() -> None:
+    reader = parser(QWEN_CODER)
+    (begun,) = reader.push("<tool_call>\n<function=add>\n<parameter=s>\nthe ").calls
+    assert (begun.name, begun.arguments) == ("add", '{"s": "the ')
+    assert [part.arguments for part in reader.push('"red"\n').calls] == [r"\"red\""]
+    assert [part.arguments for part in reader.push("circle</para").calls] == [r"\ncircle"]
+    assert not reader.complete
+    assert [part.arguments for part in reader.push("meter>\n</function>\n</tool_call>").calls] == ['"}']
+    assert reader.complete
+
+
 def test_a_name_and_arguments_come_as_soon_as_they_are_there() -> None:
     reader = parser(HERMES)
     assert reader.push('<tool_call>{"name": "add", "arguments": ').calls == []
@@ -229,9 +357,14 @@ def test_calls_after_the_most_are_content() -> None:
 def test_long_texts_take_linear_time(piece: str) -> None:
     reader, inside = parser(HERMES), parser(HERMES)
     inside.push(BROKEN + '{"')
+    elements = [parser(QWEN_CODER), parser(QWEN_CODER)]
+    for element, key in zip(elements, "sz", strict=True):
+        element.push(f"<tool_call><function=add><parameter={key}>")
     begun = time.process_time()
     for _ in range(20_000):
         reader.push(piece)
         inside.push(piece)
+        for element in elements:
+            element.push(piece)
     reader.flush()
     assert time.process_time() - begun < 10  # the square would take minutes

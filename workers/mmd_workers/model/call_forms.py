@@ -9,10 +9,44 @@ import regex
 _W = r"[ \t\r\n]{0,8}"
 _NAME = r"(?P<name>[A-Za-z0-9_.-]{1,257})"
 """A function, or one of a group with the name of the group before it: `group.function`, of 128 characters each."""
-_TYPE = rf'(?:"type"{_W}:{_W}"function"{_W},{_W})?'
-_OBJECT = rf'(?P<open>\{{{_W}{_TYPE}"name"{_W}:{_W}"){_NAME}(?P<middle>"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W})(?=\{{)'
-"""A call as a JSON object, from its beginning to its arguments. Llama 3 often begins it with its type, whatever its template has."""
+_BEFORE_NAME = rf'(?:"(?:type"{_W}:{_W}"function|id"{_W}:{_W}"[A-Za-z0-9_-]{{0,64}})"{_W},{_W}){{0,2}}'
+_OBJECT = rf'(?P<open>\{{{_W}{_BEFORE_NAME}"name"{_W}:{_W}"){_NAME}(?P<middle>"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W})(?=\{{)'
+"""A call as a JSON object, from its beginning to its arguments. Models often begin it with its type or an id, whatever their template has."""
+_KEY = r"(?P<key>[^<>\n\"]{1,256})"
+INVALID_JSON = "INVALID_JSON"
+"""The argument that has what a model wrote in place of arguments, where an object must stand. Anthropic's API has the same name."""
 _PROBED = ("mmd_probed_tool", "mmd_probed_key", "mmd_probed_value", "mmd_probed_result")
+
+
+@dataclass(frozen=True, slots=True)
+class ElementForm:
+    """The form of arguments that are elements, each with a name and a value. A value that is a text stands there as it is, others as JSON.
+
+    `begin` and `middle`: regular expressions of what stands before a name, and between it and its value. `close`: the text that ends a
+    value. `in_lines`: a value is in lines of its own.
+    """
+
+    begin: str
+    middle: str
+    close: str
+    in_lines: bool = False
+
+    @property
+    def key(self) -> str:
+        """A regular expression from the beginning of an element to its value, with the group `key`."""
+        return f"{self.begin}{_KEY}{self.middle}"
+
+    @property
+    def line(self) -> str:
+        """What stands before and after a value, and need not."""
+        return "\n" if self.in_lines else ""
+
+    @property
+    def whole(self) -> str:
+        """A regular expression of the probed call's element with its parts, and the white space after it."""
+        line = f"(?:{self.line})?"
+        middle, end = f"(?P<key_middle>{self.middle}{line})", f"(?P<key_end>{line}{self.close}{_W})"
+        return f"(?P<key_begin>{self.begin}){_KEY}{middle}{_PROBED[2]}{end}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +59,7 @@ class CallForm:
     - `following`: from there to the arguments of the next call of a list.
     - `last`: the end of the list.
     - `separator`: text between calls, as the model writes it; None: it makes one call.
+    - `element`: the form of arguments that are elements; None: they are one JSON object.
     """
 
     marker: str
@@ -33,6 +68,7 @@ class CallForm:
     following: str = ""
     last: str = ""
     separator: str | None = None
+    element: ElementForm | None = None
 
 
 FORMS: dict[str, CallForm] = {
@@ -56,6 +92,29 @@ FORMS: dict[str, CallForm] = {
         after="",
         separator="",
     ),
+    "Qwen3-Coder": CallForm(
+        marker="<tool_call>",
+        first=rf"(?P<begin>)(?P<open><tool_call>{_W}<function=){_NAME}(?P<middle>>{_W})",
+        after=rf"</function>{_W}</tool_call>",
+        separator="\n",
+        element=ElementForm("<parameter=", ">", "</parameter>", in_lines=True),
+    ),
+    "GLM": CallForm(
+        marker="<tool_call>",
+        first=rf"(?P<begin>)(?P<open><tool_call>{_W}){_NAME}(?P<middle>{_W})(?=<arg_key>|</tool_call>)",
+        after="</tool_call>",
+        separator="\n",
+        element=ElementForm("<arg_key>", rf"</arg_key>{_W}<arg_value>", "</arg_value>"),
+    ),
+    "MiniMax-M2": CallForm(
+        marker="<minimax:tool_call>",
+        first=rf'(?P<begin><minimax:tool_call>{_W})(?P<open><invoke name="){_NAME}(?P<middle>">{_W})',
+        after="</invoke>",
+        following=rf'{_W}(?P<open><invoke name="){_NAME}(?P<middle>">{_W})',
+        last=rf"{_W}</minimax:tool_call>",
+        separator="\n",
+        element=ElementForm('<parameter name="', '">', "</parameter>"),
+    ),
     "Llama 3": CallForm(
         marker="",
         first=rf"(?P<begin>)(?:<\|python_tag\|>)?{_OBJECT}",
@@ -64,10 +123,20 @@ FORMS: dict[str, CallForm] = {
 }
 """The forms by their names, which errors list. A new form is an entry here; the first that matches a template counts.
 
-In every form the arguments are one JSON object after `middle`. A form with other arguments also needs changes of `CallParser` and
+After `middle` the arguments are one JSON object, or elements. A form with other arguments also needs changes of `CallParser` and
 `ToolUse.grammar`. Markers that a model may have as tokens belong in `MAY_BE_TOKENS`.
 """
-MAY_BE_TOKENS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>")
+MAY_BE_TOKENS = (
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>"),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+    ),
+)
 """Parts of calls that some models have as tokens of their own.
 
 Decoded text omits those that are special tokens. A grammar takes only the token itself, not shorter tokens with the same text.
@@ -75,11 +144,20 @@ Decoded text omits those that are special tokens. A grammar takes only the token
 
 
 @dataclass(frozen=True, slots=True)
+class ElementSpelling:
+    """How one model writes an argument: `begin`, its name, `middle`, its value and `end`."""
+
+    begin: str
+    middle: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
 class Spelling:
     """How one model writes calls.
 
     It writes `begin`, then for each call `open`, its name, `middle`, its arguments and `close`, with the form's separator between calls,
-    and `end`. `tokens`: ids of the parts of calls that are tokens of their own.
+    and `end`. `tokens`: ids of the parts of calls that are tokens of their own. `element`: how it writes arguments that are elements.
     """
 
     form: CallForm
@@ -89,6 +167,7 @@ class Spelling:
     close: str
     end: str
     tokens: dict[str, int] = field(default_factory=dict)
+    element: ElementSpelling | None = None
 
 
 def spelling_of(rendered: str, before: str, tokens: dict[str, int]) -> Spelling | None:
@@ -97,10 +176,13 @@ def spelling_of(rendered: str, before: str, tokens: dict[str, int]) -> Spelling 
     `rendered`: the template's text of `probed_call`. `before`: its text of the messages before the call.
     """
     for form in FORMS.values():
-        arguments = rf'\{{{_W}"{_PROBED[1]}"{_W}:{_W}"{_PROBED[2]}"{_W}\}}'
+        if element := form.element:
+            arguments = element.whole
+        else:
+            arguments = rf'\{{{_W}"{_PROBED[1]}"{_W}:{_W}"{_PROBED[2]}"{_W}\}}'
         whole = regex.compile(f"{form.first}{arguments}(?P<after>{form.after})(?P<last>{form.last})")
         for match in whole.finditer(rendered):
-            if match["name"] != _PROBED[0]:
+            if match["name"] != _PROBED[0] or (element and match["key"] != _PROBED[1]):
                 continue
             if not form.marker and rendered[: match.start()].rstrip() != before.rstrip():
                 continue  # it has another form, whose marker stands before it
@@ -112,6 +194,9 @@ def spelling_of(rendered: str, before: str, tokens: dict[str, int]) -> Spelling 
                 close=match["after"].removeprefix(match.groupdict().get("id") or ""),
                 end=match["last"],
                 tokens=tokens,
+                element=ElementSpelling(match["key_begin"], match["key_middle"], match["key_end"])
+                if element
+                else None,
             )
     return None
 

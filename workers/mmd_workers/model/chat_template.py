@@ -71,6 +71,8 @@ class ChatTemplate:
         rendered = partial(self._rendered, tools=tools, variables=variables, begins_answer=begins_answer)
         if any("tool_calls" in message for message in messages) and not self._takes_any_id:
             messages = [_with_short_ids(message) for message in messages]
+        if any(map(_has_broken_arguments, messages)) and not self._takes_broken_arguments:
+            messages = [_with_arguments_as_objects(message) for message in messages]
         if not any(message["role"] == "tool" and _has_media(message) for message in messages):
             return rendered(messages)
         kept = self._rendered_in_results
@@ -142,6 +144,18 @@ class ChatTemplate:
         except UnsupportedInputError:
             return False
         return True
+
+    @functools.cached_property
+    def _takes_broken_arguments(self) -> bool:
+        """False if the template refuses or leaves out arguments that are a text, as those do that write each argument on its own."""
+        asked, called, result = call_forms.probed_call()
+        (call,) = called["tool_calls"]  # type: ignore[attr-defined]
+        function = {**call["function"], "arguments": _PROBED[0]}
+        broken = {**called, "tool_calls": [{**call, "function": function}]}
+        try:
+            return _PROBED[0] in self._rendered([asked, broken, result], [call_forms.probed_tool()])
+        except UnsupportedInputError:
+            return False
 
     @functools.cached_property
     def _rendered_in_results(self) -> frozenset[str]:
@@ -261,6 +275,23 @@ def _short_id(call_id: str) -> str:
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def _has_broken_arguments(message: dict[str, Any]) -> bool:
+    return any(isinstance(call["function"]["arguments"], str) for call in message.get("tool_calls") or ())
+
+
+def _with_arguments_as_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose arguments that are a text, since the model wrote no JSON, are the only value of an object."""
+    if not _has_broken_arguments(message):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = {call_forms.INVALID_JSON: arguments}
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _has_media(message: dict[str, Any]) -> bool:

@@ -263,7 +263,10 @@ class HfFrontend:
     @functools.cached_property
     def _renders_tool_calls(self) -> bool:
         """Whether the template's text has the name, the arguments and the result of a call."""
-        return call_forms.renders_call(self._template.render_if_possible(call_forms.probed_call()))
+        calls, tools = call_forms.probed_call(), [call_forms.probed_tool()]
+        return any(
+            call_forms.renders_call(self._template.render_if_possible(calls, given)) for given in ([], tools)
+        )
 
     @functools.cached_property
     def renders_tools(self) -> bool:
@@ -276,11 +279,11 @@ class HfFrontend:
     @functools.cached_property
     def call_spelling(self) -> Spelling | None:
         """How the model writes calls of tools; None: in no known form. The first access takes milliseconds."""
-        conversation = call_forms.probed_call()
+        conversation, tools = call_forms.probed_call(), [call_forms.probed_tool()]
         added = self.tokenizer.added_tokens_encoder
         tokens = {token: int(added[token]) for token in call_forms.MAY_BE_TOKENS if token in added}
-        before = self._template.render_if_possible(conversation[:1])
-        return call_forms.spelling_of(self._template.render_if_possible(conversation), before, tokens)
+        before = self._template.render_if_possible(conversation[:1], tools)
+        return call_forms.spelling_of(self._template.render_if_possible(conversation, tools), before, tokens)
 
     @functools.cached_property
     def reasoning(self) -> Reasoning | None:

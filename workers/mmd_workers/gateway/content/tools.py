@@ -19,6 +19,7 @@ from mmd_api.contract.answers import MAX_GRAMMAR_CHARACTERS, Grammar
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.basics.strict import Strict
+from mmd_workers.gateway.content.element_arguments import ElementGrammar, argument_types, quoted
 from mmd_workers.gateway.content.response_format import OBJECT, as_json, exact_integers
 from mmd_workers.gateway.output.call_parser import MAX_TOOL_CALLS, CallParser
 from mmd_workers.model.call_forms import Spelling
@@ -163,7 +164,12 @@ class ToolUse:
 
     def parsers(self, spelling: Spelling) -> Callable[[], CallParser]:
         """A factory of parsers for the calls of one answer. It does not keep the tools themselves."""
-        return partial(CallParser, spelling, self.allowed, most=MAX_TOOL_CALLS if self.parallel else 1)
+        types = {}
+        if spelling.element is not None:
+            tools = [tool for tool in self.tools if tool.name in self.allowed]
+            types = {tool.name: argument_types(json.loads(_source(tool))) for tool in tools}
+        most = MAX_TOOL_CALLS if self.parallel else 1
+        return partial(CallParser, spelling, self.allowed, most=most, types=types)
 
     def grammar(self, spelling: Spelling, answer: Grammar | None) -> Grammar | None:
         """The grammar of the answer: calls or, unless they are forced, `answer` or any text before calls. None if the answer is free.
@@ -175,6 +181,7 @@ class ToolUse:
             return None
         schemas: dict[str, Any] = {}
         called: list[str] = []
+        elements = ElementGrammar(spelling) if spelling.element is not None else None
         for number, tool in enumerate(self.tools):
             if tool.name not in self.allowed:
                 continue
@@ -184,15 +191,22 @@ class ToolUse:
                 exact_integers(source)
             except PydanticCustomError as error:
                 raise ApiError(InvalidValueError(f"{param}: {error.message()}"), param=param) from error
-            options = {} if tool.strict else {SCHEMA_OPTIONS: LENIENT}
-            schemas[f"tool{number}"] = {**_closed(json.loads(source)), **options}
-            called.append(f"{_quoted(tool.name + spelling.middle, spelling)} @tool{number}")
+            schema, begin = _closed(json.loads(source)), quoted(tool.name + spelling.middle, spelling)
+            if elements is not None:
+                arguments = elements.arguments(f"tool{number}", schema, param, strict=bool(tool.strict))
+                called.append(f"{begin} {arguments}")
+            else:
+                options = {} if tool.strict else {SCHEMA_OPTIONS: LENIENT}
+                schemas[f"tool{number}"] = {**schema, **options}
+                called.append(f"{begin} @tool{number}")
+        schemas |= elements.schemas if elements is not None else {}
         composite: dict[str, Any] = {"lark": "", "json_schema": schemas, "regex": {}}
         if answer is not None and not self.forced:
             composite[answer.type]["answer"] = (
                 answer.source if answer.type == "regex" else json.loads(answer.source)
             )
-        composite["lark"] = _rules(self, spelling, called, has_answer=answer is not None)
+        rules = _rules(self, spelling, called, has_answer=answer is not None)
+        composite["lark"] = "\n".join([rules, *(elements.rules if elements is not None else ()), ""])
         source = json.dumps(composite, separators=(",", ":"))
         if len(source) > MAX_GRAMMAR_CHARACTERS:
             too_long = InvalidValueError(
@@ -260,11 +274,11 @@ def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answe
     Text continues until a call begins. A marker that is a token does not belong to the text. Any other marker ends the text once complete.
     """
     form = spelling.form
-    begin, opened = _quoted(spelling.begin, spelling), _quoted(spelling.open, spelling)
-    close, end = _quoted(spelling.close, spelling), _quoted(spelling.end, spelling)
+    begin, opened = quoted(spelling.begin, spelling), quoted(spelling.open, spelling)
+    close, end = quoted(spelling.close, spelling), quoted(spelling.end, spelling)
     repeats = ""
     if use.parallel and form.separator is not None:
-        separator = _quoted(form.separator, spelling)
+        separator = quoted(form.separator, spelling)
         repeats = f"({separator} {opened} called {close}){{0,{MAX_TOOL_CALLS - 1}}}"
     rest = f"called {close} {repeats} {end}"
     rules = [f"called: {' | '.join(called)}", f"calls: {begin} {opened} {rest}"]
@@ -280,19 +294,7 @@ def _rules(use: ToolUse, spelling: Spelling, called: Sequence[str], *, has_answe
         marker = re.escape(form.marker)
         rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/")
     else:
-        first = _quoted((spelling.begin + spelling.open).removeprefix(form.marker), spelling)
+        first = quoted((spelling.begin + spelling.open).removeprefix(form.marker), spelling)
         starts = ["TEXT", f"marked {first} {rest}"]
         rules += [f"marked[suffix={json.dumps(form.marker)}]: TEXT", "TEXT: /(?s:.*)/"]
-    return "\n".join([f"start: {' | '.join(starts)}", *rules, ""])
-
-
-def _quoted(text: str, spelling: Spelling) -> str:
-    """A text in the library's language, with its tokens by id; empty for an empty text."""
-    first = min(
-        ((index, token) for token in spelling.tokens if (index := text.find(token)) >= 0), default=None
-    )
-    if first is None:
-        return json.dumps(text) if text else ""
-    index, token = first
-    before, after = _quoted(text[:index], spelling), _quoted(text[index + len(token) :], spelling)
-    return " ".join(part for part in (before, f"<[{spelling.tokens[token]}]>", after) if part)
+    return "\n".join([f"start: {' | '.join(starts)}", *rules])

@@ -10,11 +10,14 @@ from __future__ import annotations
 import secrets
 import string
 from collections import deque
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import regex
 
 from mmd_workers.gateway.output.detokenizer import overlap
+from mmd_workers.gateway.output.element_values import ANY_TYPE, as_json, is_text, quoted
 from mmd_workers.model.call_forms import Spelling
 
 MAX_TOOL_CALLS = 128
@@ -60,12 +63,19 @@ class CallParser:
     """Reads the calls of one answer, however its text is cut into pieces.
 
     A call begins once the name of a tool and the opening brace of its arguments are complete. Its arguments continue until they are complete or
-    cannot be JSON. If the model has the marker as a token, text that spells the marker begins no call. All other text is content, even if it
+    cannot be JSON. Arguments that are elements become one JSON object, which ends with the last element. If the model has the marker as a token, text that spells the marker begins no call. All other text is content, even if it
     looks like the beginning of a call. White space is left out at the beginning, before a call, and after a call.
     """
 
-    def __init__(self, spelling: Spelling, names: frozenset[str], *, most: int = MAX_TOOL_CALLS) -> None:
-        """`most`: maximum number of calls; text after them is content.
+    def __init__(
+        self,
+        spelling: Spelling,
+        names: frozenset[str],
+        *,
+        most: int = MAX_TOOL_CALLS,
+        types: Mapping[str, Mapping[str, AbstractSet[str]]] | None = None,
+    ) -> None:
+        """`most`: maximum number of calls; text after them is content. `types`: of each tool's arguments, where they are elements.
 
         The text must include the tokens of `token_ids`, and each of these must be noted with `expect`.
         """
@@ -80,6 +90,13 @@ class CallParser:
         self._after = regex.compile(form.after)
         self._following = regex.compile(form.following) if form.following else None
         self._last = regex.compile(form.last)
+        self._element = form.element
+        self._key = regex.compile(form.element.key) if form.element else None
+        self._types = types or {}
+        self._argument_types: Mapping[str, AbstractSet[str]] = {}  # of the call
+        self._value_types: AbstractSet[str] = ANY_TYPE  # of the element
+        self._value: list[str] = []  # parts of an element's value that may be no text
+        self._num_elements = 0
         self._names = names
         self._most = 1 if form.separator is None else most
         self._held = ""  # text that is not decided yet
@@ -124,6 +141,8 @@ class CallParser:
         self._parsed = Parsed()
         while self._held and self._step(final):
             pass
+        if final and self._value:  # the answer has ended in a value
+            self._argue("".join(self._value))
         return self._parsed
 
     # Each step returns True if another step may follow, and False if more text has to come.
@@ -167,24 +186,94 @@ class CallParser:
         self._take(match.end())
         self._arguments = _Object(open=True)
         self._step = self._in_arguments
+        if self._element is not None:
+            self._argument_types, self._num_elements = self._types.get(match["name"], {}), 0
+            self._argue("{")
+            self._step = self._after_blank
         return True
 
     def _in_arguments(self, final: bool) -> bool:
         del final
         end, is_json = self._arguments.scan(self._held)
         if end:
-            pieces = self._parsed.pieces
-            call = pieces[-1] if pieces else None
-            if not isinstance(call, CallPart) or call.index != self.num_calls - 1:
-                call = CallPart(self.num_calls - 1, None, None, "")
-                pieces.append(call)
-            call.arguments += self._take(end)
+            self._argue(self._take(end))
         if not is_json:
             self._go_on_with_text()
         elif not self._arguments.open:
             self._has_content = False
             self._step = self._at_end_of_call
         return True
+
+    def _before_element(self, final: bool) -> bool:
+        assert self._key is not None
+        key = self._key.match(self._held, partial=True)
+        end = self._after.match(self._held, partial=True)
+        if key and not key.partial:
+            self._argue(f"{', ' if self._num_elements else ''}{quoted(key['key'])}: ")
+            self._num_elements += 1
+            self._value_types = self._argument_types.get(key["key"], ANY_TYPE)
+            self._argue('"' if is_text(self._value_types) else "")
+            self._take(key.end())
+            self._step = self._begin_value
+        elif (key or end) and not (end and not end.partial):
+            return self._unfinished(final)
+        else:
+            self._argue("}")
+            self._arguments.open = False
+            self._has_content = False
+            self._step = self._at_end_of_call
+        return True
+
+    def _begin_value(self, final: bool) -> bool:
+        assert self._element is not None
+        del final
+        self._take(len(self._held) - len(self._held.removeprefix("\n")) if self._element.in_lines else 0)
+        self._step = self._in_value
+        return True
+
+    def _in_value(self, final: bool) -> bool:
+        """Read the value of an element. A text is passed on at once, what may be another value once it has ended."""
+        assert self._element is not None
+        close = self._element.close
+        line = self._element.line
+        at = self._held.find(close)
+        if at < 0:
+            kept = 0 if final else max(overlap(self._held, line + close), overlap(self._held, close))
+            self._add_value(self._take(len(self._held) - kept))
+            return False
+        value = self._take(at + len(close))[:at]
+        self._add_value(value.removesuffix(line))
+        if is_text(self._value_types):
+            self._argue('"')
+        else:
+            self._argue(as_json("".join(self._value), self._value_types))
+            self._value.clear()
+        self._step = self._after_blank
+        return True
+
+    def _after_blank(self, final: bool) -> bool:
+        """Skip white space between elements."""
+        del final
+        self._take(len(self._held) - len(self._held.lstrip(_BLANK)))
+        self._step = self._before_element
+        return True
+
+    def _add_value(self, piece: str) -> None:
+        if is_text(self._value_types):
+            self._argue(quoted(piece)[1:-1])
+        else:
+            self._value.append(piece)
+
+    def _argue(self, piece: str) -> None:
+        """Add to the arguments of the last call."""
+        if not piece:
+            return
+        pieces = self._parsed.pieces
+        call = pieces[-1] if pieces else None
+        if not isinstance(call, CallPart) or call.index != self.num_calls - 1:
+            call = CallPart(self.num_calls - 1, None, None, "")
+            pieces.append(call)
+        call.arguments += piece
 
     def _at_end_of_call(self, final: bool) -> bool:
         match = self._after.match(self._held, partial=True)

@@ -11,6 +11,7 @@ from mmd_workers.gateway.answers.answer_part import Piece
 from mmd_workers.gateway.answers.block_shape import AnswerBlock, OneAnswer, WholeAnswer, named_event
 from mmd_workers.gateway.answers.usage import Usage
 from mmd_workers.gateway.output.reasoning_parser import ReasoningPart
+from mmd_workers.model.call_forms import INVALID_JSON
 
 
 class MessagesShape(OneAnswer):
@@ -139,7 +140,7 @@ def _input(arguments: str) -> dict[str, Any]:
         parsed = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
         parsed = None
-    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
+    return parsed if isinstance(parsed, dict) else {INVALID_JSON: arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
