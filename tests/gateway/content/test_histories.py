@@ -253,6 +253,26 @@ async def test_broken_arguments_are_one_argument_where_the_template_writes_each_
     assert '<parameter=INVALID_JSON>\n{"a": 1, "b\n</parameter>' in decoded.json()["prompt"]
 
 
+IDS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.tool_call_id }}{% for c in m.tool_calls or [] %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+async def test_ids_have_names_and_numbers_where_the_template_shows_no_names(
+    launch: Launch, text_model: Path, tmp_path: Path
+) -> None:
+    folder = with_template(text_model, tmp_path / "ids", IDS_ALONE)
+    gateway = await launch(model={"id": str(folder), "servedName": ["text"]})
+    turn = [calls(call(call_id="x"), call("now", "{}", "call_2")), result("3", "x"), result("4", "call_2")]
+    messages = [ASKED, *turn, ASKED, calls(call(call_id="x")), result("5", "x")]
+    answer = await gateway.http.post("/tokenize", json={"messages": messages})
+    assert answer.status_code == 200, answer.text
+    decoded = (await gateway.http.post("/detokenize", json={"tokens": answer.json()["tokens"]})).json()
+    found = re.findall(r"functions\.(\w+:\d)", decoded["prompt"])
+    assert found == ["add:0", "now:1", "add:0", "now:1", "add:2", "add:2"]
+
+
 async def test_parts_are_lines_where_the_template_takes_a_text(
     launch: Launch, text_model: Path, tmp_path: Path
 ) -> None:

@@ -336,12 +336,40 @@ MINIMAX = (
     + ELEMENT.replace("BEGIN", '<parameter name="{{ k }}">').replace("END", "</parameter>\n")
     + "</invoke>\n</minimax:tool_call>"
 )
+OBJECT = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+HUNYUAN, NEMOTRON = f"<tool_calls>[{OBJECT}]</tool_calls>", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>"
+MINIMAX_M1 = f"<tool_calls>\n{OBJECT}\n</tool_calls>"
+INTERN = f"<|action_start|><|plugin|>\n{OBJECT.replace(' | tojson', '')}<|action_end|>"
+COMMAND = (
+    '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "{{ c.function.name }}", "parameters": '
+    "{{ c.function.arguments | tojson }}}\n]<|END_ACTION|>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ c.function.name }}\n```json\n{{ '' + c.function.arguments }}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_31 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ '' + c.function.arguments }}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>"
+)
 FOREIGN = "<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>"
 TOKENS = {
     TAGGED: ("<tool_call>", "</tool_call>"),
     QWEN_CODER: ("<tool_call>", "</tool_call>"),
     GLM: ("<tool_call>", "</arg_value>"),
     MINIMAX: ("<minimax:tool_call>", "</minimax:tool_call>"),
+    HUNYUAN: ("<tool_calls>", "</tool_calls>"),
+    MINIMAX_M1: ("<tool_calls>", "</tool_calls>"),
+    NEMOTRON: ("<TOOLCALL>", "</TOOLCALL>"),
+    INTERN: ("<|action_start|>", "<|action_end|>"),
+    COMMAND: ("<|START_ACTION|>", "<|END_ACTION|>"),
+    KIMI: ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+    DEEPSEEK: ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+    DEEPSEEK_31: ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>"),
 }
 PREFIXED = "<|call|>" + LLAMA
 
@@ -399,8 +427,46 @@ async def test_calls_in_a_form_that_is_not_known_are_refused(
             '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">2</parameter>\n</invoke>\n'
             "</minimax:tool_call>",
         ),
+        (HUNYUAN, '<tool_calls>[{"name": "add", "arguments": {"a": 1, "b": 2}}]</tool_calls>'),
+        (NEMOTRON, '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "b": 2}}]</TOOLCALL>'),
+        (MINIMAX_M1, '<tool_calls>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_calls>'),
+        (
+            INTERN,
+            '<|action_start|><|plugin|>\n{"name": "add", "arguments": {"a": 1, "b": 2}}<|action_end|>',
+        ),
+        (
+            COMMAND,
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1, "b": 2}}\n]<|END_ACTION|>',
+        ),
+        (
+            KIMI,
+            '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": 2}<|tool_call_end|>'
+            "<|tool_calls_section_end|>",
+        ),
+        (
+            DEEPSEEK,
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        ),
+        (
+            DEEPSEEK_31,
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        ),
     ],
-    ids=["tags", "list", "args", "object", "Qwen3-Coder", "GLM", "MiniMax-M2"],
+    ids=[
+        *(
+            "tags",
+            "list",
+            "args",
+            "object",
+            "Qwen3-Coder",
+            "GLM",
+            "MiniMax-M2",
+            "Hunyuan",
+            "Nemotron",
+            "MiniMax-M1",
+        ),
+        *("InternLM", "Command R7B", "Kimi K2", "DeepSeek-V3", "DeepSeek-V3.1"),
+    ],
 )
 async def test_calls_are_forced_and_read_in_the_form_of_the_template(
     launch: Launch, text_model: Path, tmp_path: Path, call: str, said: str, kind: str

@@ -147,6 +147,15 @@ CASES: list[tuple[str, str, str, str, list[Call]]] = [
     ("a name that does not end a line", GLM, "<tool_call>now what</tool_call>", "<tool_call>now what</tool_call>", []),
     ("a list of calls with elements", MINIMAX, "So. " + minimax(("add", {"a": "1", "s": LINES}), ("now", {})) + "x", "So. x", [WITH_LINES, NOW]),
     ("a list with elements of the tool of nobody", MINIMAX, minimax(("now", {}), ("sub", {})), '\n<invoke name="sub">\n</invoke>\n</minimax:tool_call>', [NOW]),
+    ("a section", "MiniMax-M1", 'So <tool_calls>\n{"name": "add", "arguments": {"a": 1}}\n{"name": "now", "arguments": {}}\n</tool_calls>x', "So x", [ADD, NOW]),
+    ("a list in a section", "Hunyuan", '<tool_calls>[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]</tool_calls>x', "x", [ADD, NOW]),
+    ("a list in capital letters", "Nemotron", '<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>x', "x", [NOW]),
+    ("actions", "InternLM", '<|action_start|><|plugin|>\n{"name": "add", "parameters": {"a": 1}}<|action_end|><|action_start|> <|plugin|>{"name": "now", "parameters": {}}<|action_end|>', "", [ADD, NOW]),
+    ("numbered calls", "Command R7B", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>', "", [ADD, NOW]),
+    ("ids with names", "Kimi K2", 'x<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>', "x", [ADD, NOW]),
+    ("an id without a group", "Kimi K2", '<|tool_calls_section_begin|><|tool_call_begin|>now:12<|tool_call_argument_begin|>{}<|tool_call_end|>', "", [NOW]),
+    ("fenced calls", "DeepSeek-V3", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", [ADD, NOW]),
+    ("calls without fences", "DeepSeek-V3.1", 'x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "x", [ADD, NOW]),
     ("another object", LLAMA, '{"named": 1}', '{"named": 1}', []),
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import regex
 
@@ -12,6 +13,10 @@ _NAME = r"(?P<name>[A-Za-z0-9_.-]{1,257})"
 _BEFORE_NAME = rf'(?:"(?:type"{_W}:{_W}"function|id"{_W}:{_W}"[A-Za-z0-9_-]{{0,64}})"{_W},{_W}){{0,2}}'
 _OBJECT = rf'(?P<open>\{{{_W}{_BEFORE_NAME}"name"{_W}:{_W}"){_NAME}(?P<middle>"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W})(?=\{{)'
 """A call as a JSON object, from its beginning to its arguments. Models often begin it with its type or an id, whatever their template has."""
+_COMMAND = (
+    rf'(?P<open>\{{{_W}"tool_call_id"{_W}:{_W}"[0-9]{{1,9}}"{_W},{_W}"tool_name"{_W}:{_W}"){_NAME}'
+    rf'(?P<middle>"{_W},{_W}"parameters"{_W}:{_W})(?=\{{)'
+)
 _KEY = r"(?P<key>[^<>\n\"]{1,256})"
 INVALID_JSON = "INVALID_JSON"
 """The argument that has what a model wrote in place of arguments, where an object must stand. Anthropic's API has the same name."""
@@ -71,6 +76,40 @@ class CallForm:
     element: ElementForm | None = None
 
 
+def _list(marker: str, end: str = "", named: str = _OBJECT) -> CallForm:
+    """A list of calls as JSON objects, between a marker and a text that ends it. `named`: from the beginning of a call to its arguments."""
+    return CallForm(
+        marker=marker,
+        first=rf"(?P<begin>{regex.escape(marker)}{_W}\[{_W}){named}",
+        after=rf"{_W}\}}",
+        following=rf"{_W},{_W}{named}",
+        last=rf"{_W}\]{_W}{regex.escape(end)}",
+        separator=", ",
+    )
+
+
+def _section(marker: str, end: str, named: str, after: str, separator: str = "") -> CallForm:
+    """Calls between a marker and a text that ends them all. `named`: from the beginning of a call to its arguments."""
+    return CallForm(
+        marker=marker,
+        first=rf"(?P<begin>{regex.escape(marker)}{_W}){named}",
+        after=after,
+        following=rf"{_W}{named}",
+        last=rf"{_W}{regex.escape(end)}",
+        separator=separator,
+    )
+
+
+def _deepseek(named: str, after: str, separator: str) -> CallForm:
+    return _section(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        rf"(?P<open><｜tool▁call▁begin｜>){named}(?=\{{)",
+        rf"{after}{_W}<｜tool▁call▁end｜>",
+        separator,
+    )
+
+
 FORMS: dict[str, CallForm] = {
     "Hermes": CallForm(
         marker="<tool_call>",
@@ -115,6 +154,24 @@ FORMS: dict[str, CallForm] = {
         separator="\n",
         element=ElementForm('<parameter name="', '">', "</parameter>"),
     ),
+    "MiniMax-M1": _section("<tool_calls>", "</tool_calls>", _OBJECT, rf"{_W}\}}", "\n"),
+    "Hunyuan": _list("<tool_calls>", "</tool_calls>"),
+    "Nemotron": _list("<TOOLCALL>", "</TOOLCALL>"),
+    "InternLM": CallForm(
+        marker="<|action_start|>",
+        first=rf"(?P<begin>)<\|action_start\|>{_W}<\|plugin\|>{_W}{_OBJECT}",
+        after=rf"{_W}\}}{_W}<\|action_end\|>",
+        separator="",
+    ),
+    "Command R7B": _list("<|START_ACTION|>", "<|END_ACTION|>", _COMMAND),
+    "Kimi K2": _section(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        rf"(?P<open><\|tool_call_begin\|>{_W}(?:functions\.)?){_NAME}(?P<middle>:[0-9]{{1,9}}{_W}<\|tool_call_argument_begin\|>{_W})(?=\{{)",
+        rf"{_W}<\|tool_call_end\|>",
+    ),
+    "DeepSeek-V3": _deepseek(rf"function<｜tool▁sep｜>{_NAME}(?P<middle>{_W}```json{_W})", rf"{_W}```", "\n"),
+    "DeepSeek-V3.1": _deepseek(rf"{_NAME}(?P<middle><｜tool▁sep｜>{_W})", "", ""),
     "Llama 3": CallForm(
         marker="",
         first=rf"(?P<begin>)(?:<\|python_tag\|>)?{_OBJECT}",
@@ -135,6 +192,21 @@ MAY_BE_TOKENS = (
         "</arg_value>",
         "<minimax:tool_call>",
         "</minimax:tool_call>",
+    ),
+    *("<tool_calls>", "</tool_calls>", "<TOOLCALL>", "</TOOLCALL>", "<|action_start|>", "<|plugin|>"),
+    *("<|action_end|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_calls_section_begin|>"),
+    *(
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
     ),
 )
 """Parts of calls that some models have as tokens of their own.
@@ -201,7 +273,7 @@ def spelling_of(rendered: str, before: str, tokens: dict[str, int]) -> Spelling 
     return None
 
 
-def probed_call(call_id: str = "mmdprobed") -> list[dict[str, object]]:
+def probed_call(call_id: str = "mmdprobed") -> list[dict[str, Any]]:
     """A conversation with a call and its result, in the shape of Hugging Face's chat templates.
 
     `call_id`: nine letters and digits, as templates of Mistral require.
@@ -220,7 +292,22 @@ def probed_call(call_id: str = "mmdprobed") -> list[dict[str, object]]:
     ]
 
 
-def probed_tool() -> dict[str, object]:
+def named_id(name: str, number: int) -> str:
+    """The id of a call where templates write an id in place of a name. `number`: of the call in the conversation."""
+    return f"functions.{name}:{number}"
+
+
+def shows_name(text: str, before: str = "") -> bool:
+    """Whether a template's text has the name of the probed call. `before`: its text of the messages before the call."""
+    return text.count(_PROBED[0]) > before.count(_PROBED[0])
+
+
+def is_json(text: str) -> bool:
+    """Whether a template's text has the arguments of the probed call other than as Python writes an object."""
+    return f"{{'{_PROBED[1]}': '{_PROBED[2]}'}}" not in text
+
+
+def probed_tool() -> dict[str, Any]:
     """A tool, in the shape of Hugging Face's chat templates."""
     name, key, *_ = _PROBED
     properties = {key: {"type": "string", "description": "a value"}}
@@ -229,9 +316,9 @@ def probed_tool() -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
-def renders_call(text: str) -> bool:
-    """Whether a template's text has every part of `probed_call`."""
-    return all(needle in text for needle in _PROBED)
+def renders_call(text: str, before: str = "") -> bool:
+    """Whether a template's text has every part of `probed_call`. `before`: its text of the messages before the call."""
+    return all(text.count(needle) > before.count(needle) for needle in _PROBED)
 
 
 def renders_tool(text: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from types import MappingProxyType
@@ -62,17 +63,15 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation to text, with one marker for each medium.
 
-        A medium in the result of a tool belongs to the user's message after it, unless the template renders it in the result. Where the
-        template takes only ids of calls as its model's tokenizer makes them, others are replaced. `begins_answer`: the text ends with the beginning of an answer.
+        A medium in the result of a tool belongs to the user's message after it, unless the template renders it in the result. Ids of
+        calls and their arguments become what the template takes. `begins_answer`: the text ends with the beginning of an answer.
 
         Raises:
             UnsupportedInputError: the template refuses it, as many refuse roles that do not alternate.
         """
         rendered = partial(self._rendered, tools=tools, variables=variables, begins_answer=begins_answer)
-        if any("tool_calls" in message for message in messages) and not self._takes_any_id:
-            messages = [_with_short_ids(message) for message in messages]
-        if any(map(_has_broken_arguments, messages)) and not self._takes_broken_arguments:
-            messages = [_with_arguments_as_objects(message) for message in messages]
+        if any("tool_calls" in message for message in messages):
+            messages = self._with_calls_as_it_takes_them(messages)
         if not any(message["role"] == "tool" and _has_media(message) for message in messages):
             return rendered(messages)
         kept = self._rendered_in_results
@@ -132,30 +131,58 @@ class ChatTemplate:
                 f"messages: this model's chat template cannot render them: {str(error)[:300]}; change their roles, order or content"
             ) from error
 
+    def _with_calls_as_it_takes_them(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        if self._shows_ids_alone:
+            messages = _with_named_ids(messages)
+        elif not self._takes_any_id:
+            messages = [_with_short_ids(message) for message in messages]
+        if self._takes_texts_alone:
+            return [_with_arguments(message, _as_text_arguments) for message in messages]
+        if any(map(_has_broken_arguments, messages)) and not self._takes_broken_arguments:
+            return [_with_arguments(message, _as_object) for message in messages]
+        return messages
+
+    @functools.cached_property
+    def _shows_ids_alone(self) -> bool:
+        """True if the template writes the id of a call in place of its name, as that of Kimi K2 does."""
+        name = call_forms.probed_tool()["function"]["name"]
+        before = self._probed(call_forms.probed_call()[:1])
+        shown = [
+            call_forms.shows_name(self._probed(call_forms.probed_call(call_id)), before)
+            for call_id in ("mmdprobed", call_forms.named_id(name, 0))
+        ]
+        return shown == [False, True]
+
+    @functools.cached_property
+    def _takes_texts_alone(self) -> bool:
+        """True if the template writes arguments as they come, so that they must be JSON already, as that of DeepSeek-V3 does."""
+        conversation = call_forms.probed_call()
+        objects = self._probed(conversation)
+        texts = self._probed([_with_arguments(message, _as_text_arguments) for message in conversation])
+        before = self._probed(conversation[:1])
+        return call_forms.renders_call(texts, before) and not (
+            call_forms.renders_call(objects, before) and call_forms.is_json(objects)
+        )
+
+    def _probed(self, conversation: Sequence[dict[str, Any]]) -> str:
+        """The text of a conversation with a call, or "" if the template refuses it."""
+        try:
+            return self._rendered(conversation, [call_forms.probed_tool()])
+        except UnsupportedInputError:
+            return ""
+
     @functools.cached_property
     def _takes_any_id(self) -> bool:
         """False if the template refuses ids of calls but those of nine letters and digits, as templates of Mistral do."""
-        try:
-            self._rendered(call_forms.probed_call(), [call_forms.probed_tool()])
-        except UnsupportedInputError:
+        if not self._probed(call_forms.probed_call()):
             return True  # it refuses something else
-        try:
-            self._rendered(call_forms.probed_call("call_mmd-probed"), [call_forms.probed_tool()])
-        except UnsupportedInputError:
-            return False
-        return True
+        return bool(self._probed(call_forms.probed_call("call_mmd-probed")))
 
     @functools.cached_property
     def _takes_broken_arguments(self) -> bool:
         """False if the template refuses or leaves out arguments that are a text, as those do that write each argument on its own."""
-        asked, called, result = call_forms.probed_call()
-        (call,) = called["tool_calls"]  # type: ignore[attr-defined]
-        function = {**call["function"], "arguments": _PROBED[0]}
-        broken = {**called, "tool_calls": [{**call, "function": function}]}
-        try:
-            return _PROBED[0] in self._rendered([asked, broken, result], [call_forms.probed_tool()])
-        except UnsupportedInputError:
-            return False
+        broken = [_with_arguments(message, lambda _: _PROBED[0]) for message in call_forms.probed_call()]
+        return _PROBED[0] in self._probed(broken)
 
     @functools.cached_property
     def _rendered_in_results(self) -> frozenset[str]:
@@ -281,17 +308,41 @@ def _has_broken_arguments(message: dict[str, Any]) -> bool:
     return any(isinstance(call["function"]["arguments"], str) for call in message.get("tool_calls") or ())
 
 
-def _with_arguments_as_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose arguments that are a text, since the model wrote no JSON, are the only value of an object."""
-    if not _has_broken_arguments(message):
+def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls changed."""
+    if not message.get("tool_calls"):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            arguments = {call_forms.INVALID_JSON: arguments}
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
+    functions = [call["function"] for call in message["tool_calls"]]
+    changed = [{**function, "arguments": change(function["arguments"])} for function in functions]
+    calls = zip(message["tool_calls"], changed, strict=True)
+    return {**message, "tool_calls": [{**call, "function": function} for call, function in calls]}
+
+
+def _as_text_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments that are a text, since the model wrote no JSON, as the only value of an object."""
+    return {call_forms.INVALID_JSON: arguments} if isinstance(arguments, str) else arguments
+
+
+def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation whose ids of calls have their names and their numbers in it."""
+    named, number, ids = [], 0, dict[str, str]()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            ids[call["id"]] = call_forms.named_id(call["function"]["name"], number)
+            calls.append({**call, "id": ids[call["id"]]})
+            number += 1
+        if calls:
+            message = {**message, "tool_calls": calls}
+        if "tool_call_id" in message:
+            call_id = message["tool_call_id"]
+            message = {**message, "tool_call_id": ids.get(call_id, call_id)}
+        named.append(message)
+    return named
 
 
 def _has_media(message: dict[str, Any]) -> bool:

@@ -263,9 +263,10 @@ class HfFrontend:
     @functools.cached_property
     def _renders_tool_calls(self) -> bool:
         """Whether the template's text has the name, the arguments and the result of a call."""
-        calls, tools = call_forms.probed_call(), [call_forms.probed_tool()]
+        render, calls = self._template.render_if_possible, call_forms.probed_call()
         return any(
-            call_forms.renders_call(self._template.render_if_possible(calls, given)) for given in ([], tools)
+            call_forms.renders_call(render(calls, tools), render(calls[:1], tools))
+            for tools in ([], [call_forms.probed_tool()])
         )
 
     @functools.cached_property
