@@ -336,6 +336,7 @@ MINIMAX = (
     + ELEMENT.replace("BEGIN", '<parameter name="{{ k }}">').replace("END", "</parameter>\n")
     + "</invoke>\n</minimax:tool_call>"
 )
+LLAMA_4 = "<|python_start|><|python_end|>" + LLAMA
 OBJECT = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
 HUNYUAN, NEMOTRON = f"<tool_calls>[{OBJECT}]</tool_calls>", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>"
 MINIMAX_M1 = f"<tool_calls>\n{OBJECT}\n</tool_calls>"
@@ -362,6 +363,7 @@ TOKENS = {
     QWEN_CODER: ("<tool_call>", "</tool_call>"),
     GLM: ("<tool_call>", "</arg_value>"),
     MINIMAX: ("<minimax:tool_call>", "</minimax:tool_call>"),
+    LLAMA_4: ("<|python_start|>", "<|python_end|>"),
     HUNYUAN: ("<tool_calls>", "</tool_calls>"),
     MINIMAX_M1: ("<tool_calls>", "</tool_calls>"),
     NEMOTRON: ("<TOOLCALL>", "</TOOLCALL>"),
@@ -427,6 +429,10 @@ async def test_calls_in_a_form_that_is_not_known_are_refused(
             '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">2</parameter>\n</invoke>\n'
             "</minimax:tool_call>",
         ),
+        (
+            LLAMA_4,
+            '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 1, "b": 2}}',
+        ),
         (HUNYUAN, '<tool_calls>[{"name": "add", "arguments": {"a": 1, "b": 2}}]</tool_calls>'),
         (NEMOTRON, '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "b": 2}}]</TOOLCALL>'),
         (MINIMAX_M1, '<tool_calls>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_calls>'),
@@ -461,6 +467,7 @@ async def test_calls_in_a_form_that_is_not_known_are_refused(
             "Qwen3-Coder",
             "GLM",
             "MiniMax-M2",
+            "Llama 4",
             "Hunyuan",
             "Nemotron",
             "MiniMax-M1",
@@ -494,7 +501,7 @@ async def test_calls_are_forced_and_read_in_the_form_of_the_template(
         text = tokenizer.encode("the", add_special_tokens=False)
         begun = grammars.begin(grammar).matcher.try_consume_tokens(text)
         assert begun == (len(text) if choice == "auto" else 0)
-        if kind != "text" and marker in said and choice == "auto":
+        if kind != "text" and marker in said and choice == "auto" and call != LLAMA_4:
             spelled = [
                 token for letter in marker for token in tokenizer.encode(letter, add_special_tokens=False)
             ]

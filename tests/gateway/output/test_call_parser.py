@@ -121,6 +121,8 @@ CASES: list[tuple[str, str, str, str, list[Call]]] = [
     ("no [ARGS]", ARGS, "[TOOL_CALLS]now{}", "[TOOL_CALLS]now{}", []),
     ("an object", LLAMA, '{"name": "add", "parameters": {"a": 1}}', "", [ADD]),
     ("an object after a tag", LLAMA, '<|python_tag|>{"name": "now", "parameters": {}}\n', "", [NOW]),
+    ("an object after a tag of Llama 4", LLAMA, '<|python_start|>{"name": "now", "parameters": {}}', "", [NOW]),
+    ("an object after tags", LLAMA, '<|python_start|><|python_end|>{"name": "now", "parameters": {}}', "", [NOW]),
     ("an object and text", LLAMA, '{"name": "now", "parameters": {}}; more', "; more", [NOW]),
     ("a second object", LLAMA, '{"name": "now", "parameters": {}}{"name": "now", "parameters": {}}', '{"name": "now", "parameters": {}}', [NOW]),
     ("an object after text", LLAMA, 'So {"name": "now", "parameters": {}}', 'So {"name": "now", "parameters": {}}', []),

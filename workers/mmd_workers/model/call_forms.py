@@ -174,7 +174,7 @@ FORMS: dict[str, CallForm] = {
     "DeepSeek-V3.1": _deepseek(rf"{_NAME}(?P<middle><｜tool▁sep｜>{_W})", "", ""),
     "Llama 3": CallForm(
         marker="",
-        first=rf"(?P<begin>)(?:<\|python_tag\|>)?{_OBJECT}",
+        first=rf"(?P<begin>)(?:<\|python_tag\|>|<\|python_start\|>(?:<\|python_end\|>)?)?{_OBJECT}",
         after=rf"{_W}\}}",
     ),
 }
@@ -184,7 +184,8 @@ After `middle` the arguments are one JSON object, or elements. A form with other
 `ToolUse.grammar`. Markers that a model may have as tokens belong in `MAY_BE_TOKENS`.
 """
 MAY_BE_TOKENS = (
-    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<tool_call>", "</tool_call>"),
+    *("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
     *(
         "<arg_key>",
         "</arg_key>",
