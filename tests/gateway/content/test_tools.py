@@ -556,6 +556,9 @@ ELEMENTS_FOLLOWED: list[tuple[str, dict, list[str], list[str]]] = [
     ("others as well", {"tools": [FREE], "tool_choice": choice("edit")}, [elements(path="a", z="1"), elements(path="a")], [elements(z="1"), TEXT]),
     ("one allowed", {"tools": [edit(False)], "parallel_tool_calls": False}, [TEXT, WHOLE, elements(z="1"), elements(), f"a {WHOLE}"], [f"{WHOLE}\n{WHOLE}"]),
     ("alternatives", {"tools": [edit(False, anyOf=[{"required": ["path"]}])], "tool_choice": "required"}, [elements(z="1"), elements()], [TEXT]),
+    ("references to other arguments", {"tools": [edit(False, properties={"a": {"type": "array", "items": {"$ref": "#/properties/b"}}, "b": {"$ref": "#/$defs/item"}}, required=[])], "tool_choice": "required"},
+        [elements(a='[{"n": 1}]'), elements(b='{"n": 1}')], [elements(a="[1]"), elements(a="[")]),
+    ("a reference to itself", {"tools": [edit(False, properties={"a": {"$ref": "#/properties/a"}}, required=[])], "tool_choice": "required"}, [elements(a="1"), elements()], [TEXT]),
     ("no parameters", {"tools": [{"type": "function", "function": {"name": "edit"}}], "tool_choice": "required"}, [elements()], [elements(z="1")]),
 ]  # fmt: skip
 
@@ -614,6 +617,18 @@ async def test_keywords_that_no_grammar_of_elements_has_are_named_where_they_mus
     with pytest.raises(openai.BadRequestError, match=f"{keyword} cannot be enforced, because") as refused:
         await answer(gateway, tools=[edit(True, **parameters)])
     assert refused.value.param == field
+
+
+async def test_a_name_that_no_element_can_have_is_refused_where_a_call_is_forced(
+    launch: Launch, text_model: Path, tmp_path: Path
+) -> None:
+    folder = with_template(text_model, tmp_path / "model", template(QWEN_CODER))
+    gateway = await launch(model={"id": str(folder), "servedName": [MODEL]})
+    with pytest.raises(
+        openai.BadRequestError, match="cannot have an argument with the name 'a>b'"
+    ) as refused:
+        await answer(gateway, tools=[edit(False, properties={"a>b": {}})], tool_choice="required")
+    assert refused.value.param == "tools[0].function.parameters.properties"
 
 
 async def test_a_template_that_renders_nothing_without_tools_is_served(

@@ -217,6 +217,9 @@ SNIPPETS = [
     ', "more": 1', ', "',
     "<tool_call>", "</tool_call>", '{"name": "add", "arguments": ', '{"name": "sub", "arguments": ', "[TOOL_CALLS]", "[", "]", ", ", "add[ARGS]", "{", "}",
     '{"a": "<tool_call>\\""}', '"', "\\", "\n", " ", "text", hermes("add"), hermes("now", "{}"), '{"name": "now", "parameters": {}}', "é", "<", "[TOOL",
+    "<function=add>", "<parameter=s>", "<parameter=a>\n", "\n</parameter>", "</parameter>", "</function>", "<tool_call>add", "<arg_key>s</arg_key>", "<arg_value>",
+    "</arg_value>", "<minimax:tool_call>", '<invoke name="add">', '<parameter name="z">', "</invoke>", "</minimax:tool_call>", "5", qwen_coder("add", s="a"),
+    glm("add", z="1"), minimax(("add", {"a": "1"})), "<tool_calls>", "</tool_calls>", "functions.add:1", "<|tool_call_begin|>",
 ]  # fmt: skip
 
 

@@ -17,7 +17,9 @@ _COMMAND = (
     rf'(?P<open>\{{{_W}"tool_call_id"{_W}:{_W}"[0-9]{{1,9}}"{_W},{_W}"tool_name"{_W}:{_W}"){_NAME}'
     rf'(?P<middle>"{_W},{_W}"parameters"{_W}:{_W})(?=\{{)'
 )
-_KEY = r"(?P<key>[^<>\n\"]{1,256})"
+ELEMENT_NAME = regex.compile(r'[^<>\n\\"]{1,256}')
+"""The name of an argument in an element."""
+_KEY = rf"(?P<key>{ELEMENT_NAME.pattern})"
 INVALID_JSON = "INVALID_JSON"
 """The argument that has what a model wrote in place of arguments, where an object must stand. Anthropic's API has the same name."""
 _PROBED = ("mmd_probed_tool", "mmd_probed_key", "mmd_probed_value", "mmd_probed_result")

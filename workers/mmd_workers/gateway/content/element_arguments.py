@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mmd_api.contract.errors import InvalidValueError
 from mmd_workers.gateway.basics.api_errors import ApiError
 from mmd_workers.gateway.output.element_values import ANY_TYPE, type_of
-from mmd_workers.model.call_forms import Spelling
+from mmd_workers.model.call_forms import ELEMENT_NAME, Spelling
 from mmd_workers.model.grammar import LENIENT, SCHEMA_OPTIONS
 
-_MAX_STEPS = (
-    1000  # schemas that are read to find the types of a tool's arguments; beyond, any type is possible
-)
+# Schemas that are read to find the types of a tool's arguments, and how deep they are; beyond, any type is possible.
+_MAX_STEPS = 1000
+_MAX_DEPTH = 32
+_ROOT = "mmd-root"  # a definition: the whole schema of a tool
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
@@ -26,7 +27,6 @@ _KNOWN = _ANNOTATIONS | {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id")
 }
 _ALTERNATIVES = ("anyOf", "oneOf")
-_TEXT = frozenset({"string"})
 
 
 def argument_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
@@ -41,13 +41,13 @@ class _Types:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root, self._left = root, _MAX_STEPS
 
-    def of(self, schema: Any) -> frozenset[str]:
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """The types of the values that match a schema, or more."""
         self._left -= 1
-        if self._left < 0 or not isinstance(schema, dict):
+        if self._left < 0 or depth > _MAX_DEPTH or not isinstance(schema, dict):
             return ANY_TYPE
         if "$ref" in schema:
-            return self.of(_at(self._root, schema["$ref"]))
+            return self.of(_at(self._root, schema["$ref"]), depth + 1)
         if "const" in schema:
             return frozenset({type_of(schema["const"])})
         if isinstance(listed := schema.get("enum"), list):
@@ -56,9 +56,9 @@ class _Types:
             return frozenset([named] if isinstance(named, str) else map(str, named))
         for keyword in _ALTERNATIVES:
             if isinstance(branches := schema.get(keyword), list) and branches:
-                return frozenset().union(*map(self.of, branches))
+                return frozenset().union(*(self.of(branch, depth + 1) for branch in branches))
         if isinstance(parts := schema.get("allOf"), list) and parts:
-            return ANY_TYPE.intersection(*map(self.of, parts))
+            return ANY_TYPE.intersection(*(self.of(part, depth + 1) for part in parts))
         return ANY_TYPE
 
 
@@ -107,6 +107,10 @@ class ElementGrammar:
         }
         types = _Types(schema)
         parts = []
+        for name in properties:
+            if not ELEMENT_NAME.fullmatch(name):
+                message = f"{param}.properties: this model's calls cannot have an argument with the name {name[:100]!r}; rename it"
+                raise ApiError(InvalidValueError(message), param=f"{param}.properties")
         for number, (name, value) in enumerate(properties.items()):
             rule = f"{tool}a{number}"
             begin = quoted(self._element.begin + name + self._element.middle, self._spelling)
@@ -133,9 +137,8 @@ class ElementGrammar:
             if strict is not None:
                 _refuse(_constraints(target, root), strict)
             return f"{self._text} {self._after}"
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         options = {} if strict is not None else {SCHEMA_OPTIONS: LENIENT}
-        self.schemas[rule] = {**definitions, **(schema if isinstance(schema, dict) else {}), **options}
+        self.schemas[rule] = {**_alone(schema, root), **options}
         return f"@{rule} {quoted(self._stop, self._spelling)} {self._after}"
 
 
@@ -173,6 +176,40 @@ def _target(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
             break
         schema = _at(root, schema["$ref"])
     return schema if isinstance(schema, dict) else {}
+
+
+def _alone(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of one argument with what it refers to."""
+    if not isinstance(schema, dict):
+        return {}
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    pointers = set(_pointers([schema, definitions]))
+    if all(pointer.startswith(("#/$defs/", "#/definitions/")) for pointer in pointers):
+        return {**definitions, **schema} if pointers else schema
+    return {**_moved(schema), "$defs": {_ROOT: _moved(root)}}
+
+
+def _pointers(value: Any) -> Iterator[str]:
+    """The local references in a schema."""
+    if isinstance(value, dict):
+        if isinstance(pointer := value.get("$ref"), str) and pointer.startswith("#"):
+            yield pointer
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _pointers(item)
+
+
+def _moved(value: Any) -> Any:
+    """A schema whose local references lead into the definition `_ROOT`."""
+    if isinstance(value, list):
+        return [_moved(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _moved(item) for key, item in value.items()}
+    if isinstance(pointer := value.get("$ref"), str) and pointer.startswith("#"):
+        moved["$ref"] = f"#/$defs/{_ROOT}{pointer[1:]}"
+    return moved
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
