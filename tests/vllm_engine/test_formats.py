@@ -33,8 +33,28 @@ from vllm.tool_parsers import ToolParserManager  # noqa: E402
 
 NAMES = ("add", "get-weather", "now_2")
 HERMES, MISTRAL, ARGS, LLAMA = "Hermes", "Mistral", "Mistral with [ARGS]", "Llama 3"
-PARSERS = {HERMES: "hermes", MISTRAL: "mistral", ARGS: "mistral", LLAMA: "llama3_json"}
+HUNYUAN, INTERN, KIMI, DEEPSEEK, DEEPSEEK_31 = (
+    "Hunyuan",
+    "InternLM",
+    "Kimi K2",
+    "DeepSeek-V3",
+    "DeepSeek-V3.1",
+)
+QWEN_CODER, GLM, MINIMAX = "Qwen3-Coder", "GLM", "MiniMax-M2"
+PARSERS = {
+    HERMES: "hermes",
+    MISTRAL: "mistral",
+    ARGS: "mistral",
+    LLAMA: "llama3_json",
+    HUNYUAN: "hunyuan_a13b",
+}
+PARSERS |= {INTERN: "internlm", KIMI: "kimi_k2", DEEPSEEK: "deepseek_v3", DEEPSEEK_31: "deepseek_v31"}
 """vLLM's, by our name of the form."""
+ELEMENTS = {QWEN_CODER: "qwen3_coder", GLM: "glm45", MINIMAX: "minimax_m2"}
+"""The same of forms whose arguments are elements."""
+UNREAD = {"MiniMax-M1", "Nemotron", "Command R7B"}
+"""Forms for which vLLM has no parser that reads a whole answer."""
+TYPES = {"a": "integer", "s": "string", "b": "boolean", "o": "object", "n": "number", "l": "array"}
 ELEMENTS = {"Qwen3-Coder": "qwen3_coder", "GLM": "glm45", "MiniMax-M2": "minimax_m2"}
 """The same of the forms whose arguments are elements."""
 THINK, _, MAGISTRAL = MARKERS
@@ -45,7 +65,19 @@ WHOLE_ONLY = {"deepseek_r1"}
 REQUEST = ChatCompletionRequest.model_validate(
     {
         "messages": [{"role": "user", "content": "what?"}],
-        "tools": [{"type": "function", "function": {"name": name, "parameters": {}}} for name in NAMES],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "parameters": {
+                        "type": "object",
+                        "properties": {key: {"type": value} for key, value in TYPES.items()},
+                    },
+                },
+            }
+            for name in NAMES
+        ],
         "tool_choice": "auto",
     }
 )
@@ -118,7 +150,8 @@ def our_calls(form, text, cuts=()):
     tokens = of_form(form)
     ids = {marker: tokens.convert_tokens_to_ids(marker) for marker in MAY_BE_TOKENS}
     spelling = Spelling(FORMS[form], "", "", "", "", "", {m: i for m, i in ids.items() if i is not None})
-    reader, read, parts = CallParser(spelling, frozenset(NAMES)), Read(), []
+    types = {name: {key: frozenset({value}) for key, value in TYPES.items()} for name in NAMES}
+    reader, read, parts = CallParser(spelling, frozenset(NAMES), types=types), Read(), []
 
     def take(parsed):
         read.content += parsed.content
@@ -135,7 +168,8 @@ def our_calls(form, text, cuts=()):
 
 def vllm_calls(form, text):
     """What vLLM's parser makes of the whole answer."""
-    found = ToolParserManager.get_tool_parser(PARSERS[form])(of_form(form)).extract_tool_calls(text, REQUEST)
+    parser = ToolParserManager.get_tool_parser({**PARSERS, **ELEMENTS}[form])(of_form(form), REQUEST.tools)
+    found = parser.extract_tool_calls(text, REQUEST)
     calls = [(call.function.name, loaded(call.function.arguments)) for call in found.tool_calls]
     return Read(found.content or "", calls)
 
@@ -251,7 +285,61 @@ def written(form, calls, how, typed=False):
         return f"[TOOL_CALLS][{listed}]"
     if form == ARGS:
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(found, **how)}" for name, found in calls)
+    if form == HUNYUAN:
+        return f"<tool_calls>[{', '.join(one(*call) for call in calls)}]</tool_calls>"
+    if form == INTERN:
+        return f"<|action_start|><|plugin|>\n{one(*calls[0], key='parameters')}<|action_end|>"
+    if form == KIMI:
+        made = (
+            f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{json.dumps(found, **how)}<|tool_call_end|>"
+            for number, (name, found) in enumerate(calls)
+        )
+        return f"<|tool_calls_section_begin|>{''.join(made)}<|tool_calls_section_end|>"
+    if form == DEEPSEEK:
+        made = (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(found, **how)}\n```<｜tool▁call▁end｜>"
+            for name, found in calls
+        )
+        return f"<｜tool▁calls▁begin｜>{chr(10).join(made)}<｜tool▁calls▁end｜>"
+    if form == DEEPSEEK_31:
+        made = (
+            f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(found, **how)}<｜tool▁call▁end｜>"
+            for name, found in calls
+        )
+        return f"<｜tool▁calls▁begin｜>{''.join(made)}<｜tool▁calls▁end｜>"
     return one(*calls[0], key="parameters")
+
+
+def written_as_elements(form, calls):
+    """The same where arguments are elements."""
+
+    def value(found):
+        return found if isinstance(found, str) else json.dumps(found)
+
+    if form == QWEN_CODER:
+        return "\n".join(
+            f"<tool_call>\n<function={name}>\n"
+            + "".join(f"<parameter={key}>\n{value(one)}\n</parameter>\n" for key, one in found.items())
+            + "</function>\n</tool_call>"
+            for name, found in calls
+        )
+    if form == GLM:
+        return "\n".join(
+            f"<tool_call>{name}\n"
+            + "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{value(one)}</arg_value>\n"
+                for key, one in found.items()
+            )
+            + "</tool_call>"
+            for name, found in calls
+        )
+    made = (
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{value(one)}</parameter>\n' for key, one in found.items())
+        + "</invoke>\n"
+        for name, found in calls
+    )
+    return f"<minimax:tool_call>\n{''.join(made)}</minimax:tool_call>"
 
 
 def cut(data, form_tokens, text):
@@ -265,12 +353,19 @@ many = settings(
 )
 
 
-@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_compared_or_has_no_parser():
+    assert {*PARSERS, *ELEMENTS, *UNREAD} == set(FORMS)
+
+
+@pytest.mark.parametrize("form", PARSERS)
 @many
 @given(calls=CALLS, how=JSON_FORMS, typed=st.booleans(), before=st.just("") | WORDS, data=st.data())
 def test_calls_are_those_that_vllm_reads(form, calls, how, typed, before, data):
-    calls = calls[:1] if form == LLAMA else calls
+    calls = calls[:1] if form in (LLAMA, INTERN) else calls
     before = "" if form == LLAMA else before
+    how = (
+        {**how, "indent": None} if form in (DEEPSEEK, DEEPSEEK_31) else how
+    )  # vLLM reads arguments on one line alone
     text = before + written(form, calls, how, typed)
     cuts = cut(data, of_form(form), text)
     ours = our_calls(form, text, cuts)
@@ -280,7 +375,35 @@ def test_calls_are_those_that_vllm_reads(form, calls, how, typed, before, data):
         assert without_blanks(ours) == without_blanks(vllm_streamed_calls(form, text, cuts))
 
 
-@pytest.mark.parametrize("form", FORMS)
+ELEMENT_ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "a": st.integers(-(2**53), 2**53),
+        "s": st.text(LETTERS | st.sampled_from('{}[]"\\\n\t,:'), max_size=12),
+        "b": st.booleans(),
+        "o": st.dictionaries(st.text(LETTERS, max_size=6), VALUES, max_size=3),
+        "n": st.floats(allow_nan=False, allow_infinity=False),
+        "l": st.lists(VALUES, max_size=3),
+    },
+)
+
+
+@pytest.mark.parametrize("form", ELEMENTS)
+@many
+@given(
+    calls=st.lists(st.tuples(st.sampled_from(NAMES), ELEMENT_ARGUMENTS), min_size=1, max_size=3),
+    before=st.just("") | WORDS,
+    data=st.data(),
+)
+def test_arguments_in_elements_are_those_that_vllm_reads(form, calls, before, data):
+    text = before + written_as_elements(form, calls)
+    cuts = cut(data, of_form(form), text)
+    ours = our_calls(form, text, cuts)
+    assert ours.calls == calls
+    assert without_blanks(ours) == without_blanks(vllm_calls(form, text))
+
+
+@pytest.mark.parametrize("form", [*PARSERS, *ELEMENTS])
 @many
 @given(text=NEARLY, data=st.data())
 def test_an_answer_without_calls_is_content_to_both(form, text, data):
@@ -322,6 +445,7 @@ CALLED = f"<tool_call>{CALL}</tool_call>"
 BROKEN = CALLED.replace("1", "'x'")
 OTHER = CALLED.replace("add", "sub")
 TURNED = '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>'
+ACTION = f"<|action_start|><|plugin|>\n{CALL.replace('arguments', 'parameters')}<|action_end|>"
 QUOTED = CALLED.replace("1", '"</tool_call>"')
 DIFFERENT_CALLS = {
     "text after a call is an answer's text, which vLLM drops": (HERMES, CALLED + "Done.", Read("Done.", [ADD]), Read("", [ADD])),
@@ -350,6 +474,13 @@ DIFFERENT_CALLS = {
     ),
     "a second list is one, too": (MISTRAL, f"[TOOL_CALLS][{CALL}]" * 2, Read("", [ADD, ADD]), Read("", [ADD])),
     "Llama 3 makes one call, as its template says": (LLAMA, f"{CALL}; {CALL}", Read(f"; {CALL}", [ADD]), Read("", [ADD, ADD])),
+    "a stream has sent elements before the answer is cut": (
+        QWEN_CODER, "<tool_call><function=add><parameter=s>re", Read("", [("add", '{"s": "re')]), Read("", [("add", {})])
+    ),
+    "an argument that is cut between two has no end": (
+        QWEN_CODER, "<tool_call><function=add><parameter=s>re</parameter>", Read("", [("add", '{"s": "re"')]), Read("", [("add", {"s": "re"})])
+    ),
+    "InternLM may make several calls": (INTERN, ACTION * 2, Read("", [ADD, ADD]), Read("", [ADD])),
     "text that a stream has sent begins no call": (LLAMA, f"So {CALL}", Read(f"So {CALL}"), Read("", [ADD])),
 }  # fmt: skip
 """By the reason: form, answer, what the gateway makes of it, and what vLLM does."""

@@ -30,12 +30,13 @@ class ElementForm:
     """The form of arguments that are elements, each with a name and a value. A value that is a text stands there as it is, others as JSON.
 
     `begin` and `middle`: regular expressions of what stands before a name, and between it and its value. `close`: the text that ends a
-    value. `in_lines`: a value is in lines of its own.
+    value. `end`: the text that ends the arguments. `in_lines`: a value is in lines of its own.
     """
 
     begin: str
     middle: str
     close: str
+    end: str
     in_lines: bool = False
 
     @property
@@ -138,14 +139,14 @@ FORMS: dict[str, CallForm] = {
         first=rf"(?P<begin>)(?P<open><tool_call>{_W}<function=){_NAME}(?P<middle>>{_W})",
         after=rf"</function>{_W}</tool_call>",
         separator="\n",
-        element=ElementForm("<parameter=", ">", "</parameter>", in_lines=True),
+        element=ElementForm("<parameter=", ">", "</parameter>", "</function>", in_lines=True),
     ),
     "GLM": CallForm(
         marker="<tool_call>",
         first=rf"(?P<begin>)(?P<open><tool_call>{_W}){_NAME}(?P<middle>{_W})(?=<arg_key>|</tool_call>)",
         after="</tool_call>",
         separator="\n",
-        element=ElementForm("<arg_key>", rf"</arg_key>{_W}<arg_value>", "</arg_value>"),
+        element=ElementForm("<arg_key>", rf"</arg_key>{_W}<arg_value>", "</arg_value>", "</tool_call>"),
     ),
     "MiniMax-M2": CallForm(
         marker="<minimax:tool_call>",
@@ -154,7 +155,7 @@ FORMS: dict[str, CallForm] = {
         following=rf'{_W}(?P<open><invoke name="){_NAME}(?P<middle>">{_W})',
         last=rf"{_W}</minimax:tool_call>",
         separator="\n",
-        element=ElementForm('<parameter name="', '">', "</parameter>"),
+        element=ElementForm('<parameter name="', '">', "</parameter>", "</invoke>"),
     ),
     "MiniMax-M1": _section("<tool_calls>", "</tool_calls>", _OBJECT, rf"{_W}\}}", "\n"),
     "Hunyuan": _list("<tool_calls>", "</tool_calls>"),

@@ -205,9 +205,9 @@ class CallParser:
         return True
 
     def _before_element(self, final: bool) -> bool:
+        assert self._element is not None
         assert self._key is not None
         key = self._key.match(self._held, partial=True)
-        end = self._after.match(self._held, partial=True)
         if key and not key.partial:
             self._argue(f"{', ' if self._num_elements else ''}{quoted(key['key'])}: ")
             self._num_elements += 1
@@ -215,9 +215,9 @@ class CallParser:
             self._argue('"' if is_text(self._value_types) else "")
             self._take(key.end())
             self._step = self._begin_value
-        elif (key or end) and not (end and not end.partial):
+        elif key or (len(self._held) < len(self._element.end) and self._element.end.startswith(self._held)):
             return self._unfinished(final)
-        else:
+        else:  # the end, or text that is no element
             self._argue("}")
             self._arguments.open = False
             self._has_content = False
