@@ -445,7 +445,6 @@ CALLED = f"<tool_call>{CALL}</tool_call>"
 BROKEN = CALLED.replace("1", "'x'")
 OTHER = CALLED.replace("add", "sub")
 TURNED = '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>'
-ACTION = f"<|action_start|><|plugin|>\n{CALL.replace('arguments', 'parameters')}<|action_end|>"
 QUOTED = CALLED.replace("1", '"</tool_call>"')
 DIFFERENT_CALLS = {
     "text after a call is an answer's text, which vLLM drops": (HERMES, CALLED + "Done.", Read("Done.", [ADD]), Read("", [ADD])),
@@ -480,7 +479,6 @@ DIFFERENT_CALLS = {
     "an argument that is cut between two has no end": (
         QWEN_CODER, "<tool_call><function=add><parameter=s>re</parameter>", Read("", [("add", '{"s": "re"')]), Read("", [("add", {"s": "re"})])
     ),
-    "InternLM may make several calls": (INTERN, ACTION * 2, Read("", [ADD, ADD]), Read("", [ADD])),
     "text that a stream has sent begins no call": (LLAMA, f"So {CALL}", Read(f"So {CALL}"), Read("", [ADD])),
 }  # fmt: skip
 """By the reason: form, answer, what the gateway makes of it, and what vLLM does."""
