@@ -12,7 +12,8 @@ import re
 import resource
 import signal
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +101,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
+@contextmanager
+def no_timeout() -> Iterator[None]:
+    """Stop the timer of pytest-timeout: in code of pytest its exception ends the whole run."""
+    left, again = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        if left > 0:
+            signal.setitimer(signal.ITIMER_REAL, left, again)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add facts to the reports of a test.
+    """Add facts to the reports of a test, and let no timeout come while they are made.
 
     That of a failed phase gets the waits that it interrupted, and whether a slow machine explains it. That of
     the last phase gets the CPU time of the whole test.
     """
-    report = yield
+    with no_timeout():
+        report = yield
     if report.failed:
         report.sections.extend(("Unfinished wait", text) for text in reports_of_waits())
     if report.when == "teardown":

@@ -39,6 +39,9 @@ def complains():
 def never():
     assert False, "two of three pods"
 
+def test_slowly():
+    wait_until(complains, "all pods are ready")
+
 def test_blocking():
     wait_until(complains, "all pods are ready")
 
@@ -86,6 +89,17 @@ async def test_passes():
 """
 
 
+SLOW_REPORTS = """
+import time
+import pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    if call.excinfo is not None and item.name == "test_slowly":
+        time.sleep(1.5)  # the timeout is repeated meanwhile
+"""
+
+
 @pytest.fixture
 def report(tmp_path: Path):
     """What pytest prints of one of the cases, and the output that `ci.run` gets."""
@@ -93,7 +107,7 @@ def report(tmp_path: Path):
     (tmp_path / "conftest.py").write_text(
         'import support.harness.legs, support.harness.waiting\npytest_plugins = ["support.harness.legs"]\n'
         "support.harness.waiting.UNTIMED_SECONDS = 1.0\n"
-        "support.harness.legs.TIMEOUT_AGAIN_SECONDS = 0.5\n"
+        "support.harness.legs.TIMEOUT_AGAIN_SECONDS = 0.5\n" + SLOW_REPORTS
     )
     markers = "\n".join(f"  {name}" for name in ("processes", "system", "deployment", "drill"))
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nasyncio_mode = auto\nmarkers =\n{markers}\n")
@@ -119,7 +133,8 @@ def report(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "case", ["blocking", "asyncio", "event", "coroutine", "callback", "thread", "fixture", "shorter"]
+    "case",
+    ["slowly", "blocking", "asyncio", "event", "coroutine", "callback", "thread", "fixture", "shorter"],
 )
 def test_what_a_test_waited_for_in_vain_is_in_its_report(report, case: str) -> None:
     text = report(case)
