@@ -93,9 +93,9 @@ class CallParser:
         self._element = form.element
         self._key = regex.compile(form.element.key) if form.element else None
         self._types = types or {}
-        self._argument_types: Mapping[str, AbstractSet[str]] = {}  # of the call
-        self._value_types: AbstractSet[str] = ANY_TYPE  # of the element
-        self._value: list[str] = []  # parts of an element's value that may be no text
+        self._call_types: Mapping[str, AbstractSet[str]] = {}
+        self._value_types: AbstractSet[str] = ANY_TYPE
+        self._value: list[str] = []  # in parts, while it may be no text
         self._num_elements = 0
         self._names = names
         self._most = 1 if form.separator is None else most
@@ -187,7 +187,7 @@ class CallParser:
         self._arguments = _Object(open=True)
         self._step = self._in_arguments
         if self._element is not None:
-            self._argument_types, self._num_elements = self._types.get(match["name"], {}), 0
+            self._call_types, self._num_elements = self._types.get(match["name"], {}), 0
             self._argue("{")
             self._step = self._after_blank
         return True
@@ -211,7 +211,7 @@ class CallParser:
         if key and not key.partial:
             self._argue(f"{', ' if self._num_elements else ''}{quoted(key['key'])}: ")
             self._num_elements += 1
-            self._value_types = self._argument_types.get(key["key"], ANY_TYPE)
+            self._value_types = self._call_types.get(key["key"], ANY_TYPE)
             self._argue('"' if is_text(self._value_types) else "")
             self._take(key.end())
             self._step = self._begin_value
