@@ -126,6 +126,13 @@ def _structural(raw: Schema, definitions: dict[str, Schema], rules: tuple[Rule, 
         node["description"] = " ".join(node["description"].replace("`", "").split())
     if "const" in raw:
         node["enum"] = [raw["const"]]
+    if raw.get("x-kubernetes-int-or-string"):
+        del node["type"]
+        either: Schema = {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+        }
+        node |= either | {"minimum": 0}
     if raw.get("type") == "integer":
         node["format"] = "int64" if raw.get("maximum", 2**63) >= 2**31 else "int32"
     if "properties" in raw:

@@ -144,6 +144,8 @@ def _type(node: Schema) -> str:
     """Type and bounds in a few words."""
     if "enum" in node:
         return ", ".join(f"`{choice}`" for choice in node["enum"])
+    if "x-kubernetes-int-or-string" in node:
+        return f"integer, or string of at most {node['maxLength']}"
     match node["type"]:
         case "integer":
             low, high = node.get("minimum"), node.get("maximum")

@@ -34,6 +34,20 @@ def test_the_api_server_fills_in_defaults_as_the_reader_does(api):
     assert MultimodalDeployment.parse(stored).spec == MultimodalDeployment.parse(base_manifest()).spec
 
 
+def test_quantities_may_be_whole_numbers_as_in_pods(api):
+    manifest = base_manifest()
+    whole = {"cpu": 4, "memory": 8589934592}
+    manifest["spec"]["decode"] |= {"resources": whole, "template": {"sharedMemory": 1073741824}}
+    manifest["spec"]["gateway"] = {"resources": whole, "inferencePool": {}}
+    read = MultimodalDeployment.parse(create(api, manifest))
+    assert read.spec == MultimodalDeployment.parse(manifest).spec
+    resources = read.spec.decode.resources
+    assert (resources.cpu, resources.memory) == ("4", "8589934592")
+    manifest["spec"]["gateway"]["resources"] = {"memory": 100}
+    with pytest.raises(client.ApiException, match="nothing is left to the gateway"):
+        create(api, manifest)
+
+
 @pytest.mark.parametrize("case", [c for c in bad_manifests() if not c.file_only], ids=lambda c: c.name)
 def test_the_api_server_refuses_what_the_reader_refuses(api, case: BadManifest):
     with pytest.raises(client.ApiException) as refused:

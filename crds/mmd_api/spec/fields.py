@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.types import JsonValue
 
 
@@ -19,10 +19,28 @@ def keyed_by(field: str) -> dict[str, JsonValue]:
 Name = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 
 
-CpuQuantity = Annotated[str, Field(max_length=32, pattern=r"^([0-9]+(\.[0-9]{1,3})?|[0-9]+m)$")]
+def _with_quotes(value: Any) -> Any:
+    """A quantity that YAML reads as a whole number, as Kubernetes takes it, too."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Quantity = Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+_WHOLE_OR_TEXT: dict[str, JsonValue] = {"x-kubernetes-int-or-string": True}
+CpuQuantity = Annotated[
+    str,
+    Field(max_length=32, pattern=r"^([0-9]+(\.[0-9]{1,3})?|[0-9]+m)$", json_schema_extra=_WHOLE_OR_TEXT),
+    BeforeValidator(_with_quotes),
+]
+
+
+Quantity = Annotated[
+    str,
+    Field(
+        max_length=32,
+        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$",
+        json_schema_extra=_WHOLE_OR_TEXT,
+    ),
+    BeforeValidator(_with_quotes),
+]
 
 
 UNITS = {

@@ -150,7 +150,7 @@ GATEWAY = (
     Rule(
         field="resources.memory",
         cel="!has(self.inferencePool) || !has(self.resources.memory)"
-        f" || quantity(self.resources.memory).compareTo(quantity('{MIN_MEMORY_MEBIBYTES}Mi')) > 0",
+        f" || quantity(string(self.resources.memory)).compareTo(quantity('{MIN_MEMORY_MEBIBYTES}Mi')) > 0",
         holds=_leaves_memory_beside_picker,
         problem=f"with inferencePool the endpoint picker may take {MIN_MEMORY_MEBIBYTES}Mi of it, and nothing is left to the gateway",
         remedy="raise it to 2Gi or more, or remove inferencePool",
