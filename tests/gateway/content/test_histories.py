@@ -83,6 +83,22 @@ async def test_an_id_that_is_used_again_means_the_latest_call(launch: Launch) ->
     assert in_order.index("sun") < in_order.index("rain") < in_order.rindex("rain") < in_order.rindex("sun")
 
 
+async def test_results_of_calls_that_share_an_id_stay_in_the_order_of_these_calls(launch: Launch) -> None:
+    """Some clients make the id of a call of the name of its function."""
+    gateway = await launch()
+    await gateway.worker()
+    add, weather = call(call_id="add"), call("weather", call_id="weather")
+    results = [result("first", "add"), result("rain", "weather"), result("second", "add")]
+    for made in ([calls(add, weather, add)], [calls(add), calls(weather), calls(add)]):
+        text = await prompt(gateway, [ASKED, *made, *results])
+        assert re.findall("first|rain|second", text) == ["first", "rain", "second"]
+        later = await prompt(gateway, [ASKED, *made, *results, ASKED, *made, *results])
+        assert re.findall("first|rain|second", later) == ["first", "rain", "second"] * 2
+    mixed = [results[1], results[0], results[2]]
+    text = await prompt(gateway, [ASKED, calls(add, weather, add), *mixed])
+    assert re.findall("first|rain|second", text) == ["first", "rain", "second"]
+
+
 async def test_other_apis_results_are_in_the_order_of_their_calls_too(launch: Launch) -> None:
     gateway = await launch()
     await gateway.worker()
@@ -229,6 +245,18 @@ async def test_ids_that_another_server_made_are_replaced_where_a_template_takes_
     assert len({kept, *made}) == 3
     assert [whole.count(call_id) for call_id in (kept, *made)] == [2, 2, 2]
     assert await text("call_1", "toolu_01A-b") == await text(*made)
+
+
+@pytest.mark.parametrize("refused", ["c.id | length < 9", "c.id | length > 40", "c.id == '1'"])
+async def test_ids_are_replaced_whichever_of_them_a_template_refuses(
+    launch: Launch, text_model: Path, tmp_path: Path, refused: str
+) -> None:
+    folder = with_template(text_model, tmp_path / "tools", TOOLS.replace("c.id | length != 9", refused))
+    gateway = await launch(model={"id": str(folder), "servedName": ["text"]})
+    for call_id in ("1", "call_1", "x" * 60):
+        messages = [ASKED, calls(call(call_id=call_id)), result("3", call_id, name="add")]
+        answer = await gateway.http.post("/tokenize", json={"messages": messages})
+        assert answer.status_code == 200, answer.text
 
 
 ITEMS = (

@@ -25,6 +25,7 @@ SHOWN_BELOW = "[shown in the next message]"
 """What the model reads in the result of a tool in place of a medium that its template does not render there."""
 _LOOKS = {"role": "assistant", "content": [{"type": "text", "text": "I look at it."}]}
 _PROBED = ("mmd_probed_beginning", "mmd_probed_end")
+_PROBED_IDS = ("1", "call_mmd-probed", "toolu_" + 58 * "0")
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _WRITTEN = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id", "name"})
 """Fields of a message with text by the user."""
@@ -176,7 +177,7 @@ class ChatTemplate:
         """False if the template refuses ids of calls but those of nine letters and digits, as templates of Mistral do."""
         if not self._probed(call_forms.probed_call()):
             return True  # it refuses something else
-        return bool(self._probed(call_forms.probed_call("call_mmd-probed")))
+        return all(self._probed(call_forms.probed_call(call_id)) for call_id in _PROBED_IDS)
 
     @functools.cached_property
     def _takes_broken_arguments(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count, groupby
 from typing import Annotated, Any, Literal, cast, get_args
@@ -324,18 +325,31 @@ def conversation(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
 
 
 def _with_results_in_order(messages: Sequence[Message]) -> Iterator[tuple[int, Message]]:
-    """Yield each message with its index; results that follow one another in the order of their calls, the latest of an id."""
-    places: dict[str, int] = {}
-    number = count()
+    """Yield each message with its index; results that follow one another in the order of their calls.
+
+    Calls may share an id: each of its results belongs to the next of them since the results before, and further ones to its latest call.
+    """
+    latest: dict[str, int] = {}
+    open_calls: dict[str, deque[int]] = {}
+    number, is_answered = count(), False
     for is_result, run in groupby(enumerate(messages), lambda each: isinstance(each[1], ToolMessage)):
         if is_result:
             results = cast("Iterator[tuple[int, ToolMessage]]", run)
-            yield from sorted(results, key=lambda each: places.get(each[1].tool_call_id, -1))
+            placed = []
+            for m, result in results:
+                places = open_calls.get(result.tool_call_id)
+                place = places.popleft() if places else latest.get(result.tool_call_id, -1)
+                placed.append((place, m, result))
+            yield from ((m, result) for _, m, result in sorted(placed, key=lambda each: each[0]))
+            is_answered = True
             continue
         for m, message in run:
             yield m, message
-            if isinstance(message, AnswerMessage):
-                places.update((call.id, next(number)) for call in message.tool_calls or ())
+            for call in message.tool_calls or () if isinstance(message, AnswerMessage) else ():
+                if is_answered:
+                    open_calls, is_answered = {}, False
+                latest[call.id] = next(number)
+                open_calls.setdefault(call.id, deque()).append(latest[call.id])
 
 
 def _content(message: Message, where: str, media: list[MediaSource]) -> list[dict[str, Any]]:
